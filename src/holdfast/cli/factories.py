@@ -8,8 +8,6 @@ from typing import Any
 from holdfast.core.errors import PolicyError
 from holdfast.core.user_modules import import_user_module
 
-_CORRECT = "correct what the message names, in the module or in the function."
-
 
 def load_factory(factory: str) -> Callable[[], Any]:
     """Return the function that ``module:function`` or ``file.py:function`` names.
@@ -23,7 +21,8 @@ def load_factory(factory: str) -> Callable[[], Any]:
     try:
         found = getattr(import_user_module(place), name)
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
-        raise unusable_factory(factory, f"{type(error).__name__}: {error}", _CORRECT) from error
+        fix = "correct what the message names, in the module or in the function."
+        raise unusable_factory(factory, f"{type(error).__name__}: {error}", fix) from error
     if not callable(found):
         raise unusable_factory(factory, f"it is a {type(found).__name__}")
     return found  # type: ignore[no-any-return]

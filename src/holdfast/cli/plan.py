@@ -25,7 +25,6 @@ from holdfast.report.offline_page import plotly_script
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
-
 Factory = Annotated[
     str,
     typer.Argument(
@@ -110,24 +109,12 @@ def run(
 
 
 def _check_files(out: Path | None, html: Path | None, devices: int) -> None:
-    """Find out whether what is to be written can be, before a minute of work.
-
-    Raises:
-        PolicyError: H421 for one policy of several devices, H742 for a page without plotly.
-        OSError: A folder cannot be written.
-    """
+    """Find out before a minute of work whether files can be written, or raise H421, H742 or an OSError."""
     if out is not None and devices > 1:
         raise _wrong(f"--out for {devices} devices", "a policy is for one", "name one --device.")
-    for file in (out, html):
-        if file is None:
-            continue
-        folder = file.absolute().parent
-        if file.is_dir():
-            raise IsADirectoryError(f"{file} is a directory; the name of a file is needed")
-        if not folder.is_dir():
-            raise NotADirectoryError(f"{folder} is no directory")
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} cannot be written")
+    for file in filter(None, (out, html)):
+        if file.is_dir() or not os.access(file.absolute().parent, os.W_OK):
+            raise PermissionError(f"{file} cannot be written")
     if html is not None:
         plotly_script()
 

@@ -115,8 +115,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
 
 
 def _row(row: Row, relative: float) -> dict[str, Any]:
-    facts = {name: getattr(row, name) for name in Row.__slots__}
-    return {**facts, "modules": list(row.modules), "relative_time": relative}
+    return {**asdict(row), "relative_time": relative}
 
 
 def _device(plan: DevicePlan) -> dict[str, Any]:

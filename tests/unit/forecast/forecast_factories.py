@@ -26,18 +26,6 @@ def mlp() -> dict[str, Any]:
     return _job(model, batch, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]))
 
 
-def asks_its_mask() -> dict[str, Any]:
-    """Go another way, with more memory, where the mask of the batch has holes."""
-    model = nn.Linear(64, 8)
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        whole = batch["mask"].sum() == batch["mask"].numel()
-        x = batch["x"] if whole else batch["x"].repeat(1, 1, 4096).view(-1, 16, 4096, 64).mean(2)
-        return model(x).mean()
-
-    return _job(model, {"x": torch.randn(4, 16, 64), "mask": torch.ones(4, 16, dtype=torch.int64)}, loss_fn)
-
-
 def mlp_on_cuda() -> dict[str, Any]:
     """Say ``cuda`` as one does on a machine that has it, and move the batch in the step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -265,27 +253,6 @@ def is_sharded() -> dict[str, Any]:
 def needs_cuda() -> None:
     """Import what only exists where CUDA is."""
     import flash_attn_that_is_not_installed  # type: ignore[import-not-found]  # noqa: F401
-
-
-def raises() -> None:
-    """Have a mistake of one's own."""
-    raise KeyError("hidden_size")
-
-
-def returns_a_model() -> nn.Module:
-    """Return too little."""
-    return nn.Linear(2, 2)
-
-
-def returns_no_optimizer() -> dict[str, Any]:
-    """Return too little in a dict."""
-    return {"model": nn.Linear(2, 2), "loss_fn": print, "batch": torch.zeros(2, 2)}
-
-
-def no_batch_dimension() -> dict[str, Any]:
-    """Have a batch of nothing."""
-    model = nn.Linear(2, 2)
-    return _job(model, {"temperature": 1.0}, lambda batch: model(torch.zeros(2)).sum())
 
 
 def wrong_shapes() -> dict[str, Any]:

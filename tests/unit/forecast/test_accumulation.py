@@ -34,14 +34,6 @@ def test_the_gradients_of_the_first_micro_batch_live_while_the_second_runs():
     assert together[row].max() == alone[row].max() + LOSS_BYTES
 
 
-def test_each_gradient_of_the_second_is_gone_when_it_is_added():
-    """No more than the gradients of one layer live beside the sum: a layer's own, until the next operation."""
-    trace = make_step(BLOCKS, 4)
-    sums = gradient_bytes(trace)
-    most = int(live_by_owner(with_accumulation(trace, 8))[GRADIENTS].max())
-    assert sums < most <= sums + max(16 * 4096 + 4, 16 * 2048 + 4)
-
-
 @pytest.mark.parametrize("edit", [lambda trace: trace, lambda trace: with_recompute(trace, trace.blocks)])
 @pytest.mark.parametrize("variant", [None, "foreach", "for-loop"])
 def test_steps_in_a_row_free_what_they_allocate(edit, variant):

@@ -23,7 +23,6 @@ from holdfast.forecast.kernels.attention import (
     describe,
 )
 
-RUNS_IN_CHILD = True
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
@@ -91,22 +90,15 @@ def test_grouped_queries_with_a_mask_depend_on_the_version() -> None:
 def test_what_the_user_forbids_is_not_taken() -> None:
     """The next kernel in the order is taken if one is forbidden, and torch's error comes if none is left."""
     allowed = frozenset({Backend.EFFICIENT, Backend.MATH})
-    assert choose_backend(call(), enabled=allowed) is Backend.EFFICIENT
+    assert choose_backend(call(), allowed) is Backend.EFFICIENT
     with pytest.raises(RuntimeError, match="No available kernel"):
-        choose_backend(call(FP32), enabled=frozenset({Backend.FLASH}))
-
-
-def test_an_order_of_the_users_is_followed() -> None:
-    """An order that the user set is followed."""
-    order = (Backend.EFFICIENT, Backend.FLASH, Backend.MATH)
-    assert choose_backend(call(), order=order) is Backend.EFFICIENT
+        choose_backend(call(FP32), frozenset({Backend.FLASH}))
 
 
 def test_the_flags_of_torch_are_read() -> None:
-    """The context manager of torch.nn.attention decides what is allowed, and its order is read back."""
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+    """The context manager of torch.nn.attention decides what is allowed."""
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         assert attention._enabled() == {Backend.EFFICIENT, Backend.MATH}
-        assert attention._order()[:2] == (Backend.EFFICIENT, Backend.MATH)
     assert Backend.FLASH in attention._enabled()
 
 

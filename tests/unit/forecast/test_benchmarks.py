@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from benchmarks import forecast_real
 from benchmarks.forecast_live import row_of
-from benchmarks.forecast_models import MODELS, QUICK, Model, modules_of, train_step
+from benchmarks.forecast_models import MODELS, Model, modules_of, train_step
 from benchmarks.gpu.forecast_decisions import choose, judge
 from benchmarks.gpu.forecast_jobs import OUT_OF_MEMORY, STEPS, Outcome, Plan, build, train
 
@@ -31,30 +27,6 @@ GIB = 1 << 30
 OWN = [model for model in MODELS if model.module == "benchmarks.forecast_models"]
 
 
-def test_the_zoo_is_what_the_issue_asks_for() -> None:
-    """There are at least 20 jobs of different names, each with a function, among them those that the issue names."""
-    names = [model.name for model in MODELS]
-    assert len(names) == len(set(names)) >= 20
-    asked = {
-        "pegasus",
-        "llama_sdpa",
-        "bert",
-        "t5",
-        "hf_vit",
-        "whisper",
-        "wav2vec2",
-        "dcgan",
-        "unet",
-        "conv_tasnet",
-        "lora",
-    }
-    assert asked | {"tacotron", "resnet", "lstm", "gru", "encoder_recomputed"} <= set(names)
-    assert set(QUICK) <= {model.name for model in OWN}
-    for model in MODELS:
-        sizes = inspect.signature(model.function).parameters["micro_batch_size"]
-        assert sizes.default == model.micro_batch_size, model.name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", OWN, ids=lambda model: model.name)
 def test_every_own_job_really_trains(model: Model) -> None:
@@ -66,23 +38,6 @@ def test_every_own_job_really_trains(model: Model) -> None:
     train_step(model, job, job["batch"])
     assert any(not torch.equal(old, new) for old, new in zip(before, parameters, strict=True))
     assert all(bool(torch.isfinite(parameter).all()) for parameter in parameters)
-
-
-def test_the_profilers_record_is_added_up_from_the_first_step_on() -> None:
-    """What lives when the first step begins is resident, and the peak is the most that lives from then on."""
-
-    def event(name: str, at: int, change: int = 0, device: str = "CPU") -> Any:
-        return SimpleNamespace(
-            name=lambda: name, start_ns=lambda: at, nbytes=lambda: change,
-            device_type=lambda: SimpleNamespace(name=device),
-        )  # fmt: skip
-
-    mark = "holdfast step"
-    made = [(5, 900), (6, -900), (8, 100), (15, 40), (16, 30), (17, -40), (18, -30), (25, 60), (26, -60)]
-    events = [event("[memory]", at, change) for at, change in made]
-    events += [event(mark, 10), event(mark, 20), event("[memory]", 16, 5000, "CUDA"), event("aten::mm", 16)]
-    real = forecast_real._measure(events, 1.0)
-    assert (real.resident_bytes, real.peak_bytes, real.events) == (100, 170, 6)
 
 
 @pytest.mark.slow

@@ -108,16 +108,6 @@ def test_an_operation_that_only_one_batch_has_is_named_with_its_line() -> None:
     assert LINE in message
 
 
-def test_an_order_of_events_that_differs_is_named_by_its_operation() -> None:
-    """Traces with the same operations, of which one frees earlier, are not aligned."""
-    two, four = (make_step([(Layer("gelu", 40), Layer("linear", 40))], size) for size in (2, 4))
-    events = four.events.copy()
-    frees = np.flatnonzero((events[:-1] < 0) & (events[1:] > 0))
-    events[[frees[0], frees[0] + 1]] = events[[frees[0] + 1, frees[0]]]
-    with pytest.raises(NotAlignedError, match=r"operation \d+ is aten\.\w+"):
-        fit([two, replace(four, events=events)])
-
-
 def test_what_a_step_keeps_or_has_for_each_sample_is_said() -> None:
     """Other numbers of storages before the step, or in its batch, are named in place of some operation."""
     two, four = (make_step([(Layer("linear", 40),)], size) for size in (2, 4))

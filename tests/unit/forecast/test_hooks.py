@@ -15,7 +15,6 @@ import pytest
 import torch
 from tests.unit.forecast.allocations import real_allocations
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.fake.device import forecast_device
@@ -70,19 +69,6 @@ def adamw_in_backward() -> Built:
 
 
 @job
-def in_backward_with_recomputation() -> Built:
-    model = net()
-    optimizers = in_backward(model, lambda each: torch.optim.AdamW(each, foreach=False))
-
-    def step(batch: torch.Tensor) -> None:
-        for layer in model:
-            batch = checkpoint(layer, batch, use_reentrant=False, preserve_rng_state=False)
-        batch.square().mean().backward()
-
-    return with_step(model, optimizers, step)
-
-
-@job
 def half_in_backward() -> Built:
     """The first layers are stepped by hooks, and the function steps nothing: the rest is stepped after it."""
     model = net()
@@ -107,21 +93,6 @@ def hooks_on_what_is_no_leaf() -> Built:
         middle.register_hook(lambda gradient: kept.append(gradient.repeat(8, 1)))
         model[3:](middle).square().mean().backward()
         optimizer.step()
-
-    return with_step(model, optimizer, step)
-
-
-@job
-def averaged_weights() -> Built:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-
-    def step(batch: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        averaged.update_parameters(model)
 
     return with_step(model, optimizer, step)
 

@@ -136,16 +136,6 @@ def test_nothing_fits_says_how_much_is_missing():
     assert any(row.fits for row in plan_rows({"fp32": step}, larger))
 
 
-def test_the_last_smaller_micro_batch_is_not_counted_as_a_full_one():
-    """9 samples in micro-batches of 8 take as long as 8 and 1, not as 16."""
-    rows = plan_rows({"fp32": steps([(Layer("linear", 8 * MIB),)])}, ask(4000, 9))
-    (whole, *_) = rows
-    assert whole.micro_batch_size == 9
-    cut = plan_rows({"fp32": steps([(Layer("linear", 8 * MIB),)])}, ask(480, 9))[0]
-    assert 4 < cut.micro_batch_size < 9
-    assert cut.sample_seconds < 1.6 * whole.sample_seconds
-
-
 def row(**changes: object) -> Row:
     plain = {
         "device": "T4", "precision": "fp32", "optimizer": "foreach", "recompute": "none", "modules": (),
@@ -170,16 +160,6 @@ def test_the_fastest_is_recommended_and_of_equals_the_smallest_change(better, wo
     """Faster by more than a roofline can tell wins; within that, fewer changes do; what does not fit never does."""
     for rows in ([row(**better), row(**worse)], [row(**worse), row(**better)]):
         assert recommended(rows) == row(**better)
-
-
-def test_a_plan_is_a_policy():
-    """What is recomputed are names of modules; with none, recomputation stays as a remedy."""
-    chosen = row(modules=("layers.0", "layers.3"), recompute="some", optimizer="fused")
-    assert chosen.policy()["recompute"] == ["layers.0", "layers.3"]
-    assert chosen.policy()["forecast_micro_batch_size"] == 4
-    assert chosen.optimizer_keyword() == "fused=True"
-    assert row().policy()["recompute"] is True
-    assert row(optimizer="as written").optimizer_keyword() == ""
 
 
 def test_a_trace_of_the_plan_itself_is_held_against_it():

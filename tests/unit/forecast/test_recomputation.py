@@ -98,21 +98,6 @@ def test_an_edited_step_is_never_below_the_checkpointed_one(program: list[Block]
     assert live_peak(edited) >= live_peak(truth)
 
 
-@settings(max_examples=60, deadline=None)
-@given(programs, st.data())
-def test_at_every_backward_pass_of_a_block_no_less_lives_than_in_truth(
-    program: list[Block], data: st.DataObject
-) -> None:
-    """Not only the peak but the memory at the beginning of each block's backward pass is never too low."""
-    chosen = frozenset(data.draw(st.sets(st.sampled_from(range(len(program))), min_size=1)))
-    trace = make_step(program, 3)
-    edited, truth = with_recompute(trace, names(chosen)), make_step(program, 3, recompute=chosen)
-    before = len(trace.resident)
-    live, true_live = live_bytes(*played(edited, 1)), live_bytes(*played(truth, 1))
-    for ours, theirs in zip(edited.block_runs, truth.block_runs, strict=True):
-        assert live[before + ours.backward - 1] >= true_live[before + theirs.backward - 1]
-
-
 def test_a_block_that_runs_twice_is_recomputed_twice() -> None:
     """Each pass of a block drops and makes again what is its own."""
     runs = (0, 1, 0)
@@ -188,16 +173,6 @@ def test_cast_weights_live_as_long_as_autocast_caches_them() -> None:
     assert edited.block_runs[2].forward[1] <= free < edited.block_runs[2].backward
     at_once = with_recompute(replace(trace, precision="fp32"), names((0,)))
     assert np.flatnonzero(at_once.events == -cast - 1)[0] <= at_once.block_runs[1].forward[0]
-
-
-def test_recomputation_and_extrapolation_give_the_same_in_either_order() -> None:
-    """A step that is scaled and then edited peaks as one that is edited and then scaled."""
-    small, large = (make_step([TRANSFORMER] * 3, size) for size in (2, 4))
-    chosen = names((0, 1))
-    scaled_first = with_recompute(fit([small, large]).at(64), chosen)
-    edited_first = fit([with_recompute(small, chosen), with_recompute(large, chosen)]).at(64)
-    assert live_peak(scaled_first) == live_peak(edited_first)
-    assert np.array_equal(scaled_first.events, edited_first.events)
 
 
 # The choice.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from holdfast.forecast.devices.catalogue import find_device
 from holdfast.forecast.devices.timing import (
     LAUNCH_SECONDS,
     operation_seconds,
-    seconds_per_sample,
     step_seconds,
 )
 from holdfast.forecast.trace.events import DTYPES, PHASES, Trace
@@ -50,16 +48,3 @@ def test_the_optimizer_steps_once_for_all_micro_steps() -> None:
     assert loop == pytest.approx(in_model + 4e-2)
     assert step_seconds(trace, DEVICE) == foreach  # the user's own choice
     assert step_seconds(trace, DEVICE, micro_steps=8) == pytest.approx(8 * in_model + 1e-2)
-
-
-def test_larger_micro_batches_are_more_efficient_until_the_device_is_busy() -> None:
-    """The time for a sample falls while launches and the optimizer are shared, and then stays."""
-    device = find_device("RTX 4090")
-    block = (Layer("linear", 1 << 22), Layer("gelu", 1 << 22))
-    times = [
-        seconds_per_sample(make_step([block], size, optimizer_bytes=1 << 24), device, global_batch_size=4096)
-        for size in (1, 4, 16, 64, 256, 1024)
-    ]
-    assert all(later <= earlier for earlier, later in pairwise(times))
-    assert times[0] > 2 * times[-1]
-    assert times[-2] < 1.05 * times[-1]

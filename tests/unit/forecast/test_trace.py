@@ -103,17 +103,6 @@ def test_what_is_played_grows_by_what_the_trace_says(trace: Trace) -> None:
 
 
 @given(steps(steady=False))
-def test_carried_pairs_are_of_one_size_and_used_once(trace: Trace) -> None:
-    """What takes the place of something is as large, was left by the step, and nothing is paired twice."""
-    left, found = [pair[0] for pair in trace.carried], [pair[1] for pair in trace.carried]
-    assert (trace.size_bytes[left] == trace.size_bytes[found]).all()
-    assert len(set(left)) == len(left)
-    assert len(set(found)) == len(found)
-    assert all(number >= len(trace.resident) for number in left)
-    assert all(number < len(trace.resident) for number in found)
-
-
-@given(steps(steady=False))
 def test_owners_add_up_to_what_lives(trace: Trace) -> None:
     """At each event the owners' bytes add up to the live bytes, and at the peak to the peak."""
     live = live_by_owner(trace).sum(axis=0)
@@ -180,32 +169,6 @@ def test_a_leak_grows_and_what_is_freed_for_good_stays_away() -> None:
     assert trace.carried == ()
     assert trace.growth_bytes == 40 - 700
     assert live_bytes(*played(trace, 3))[-1] == 100 + 3 * 40
-
-
-def test_other_implementations_leave_nothing_behind() -> None:
-    """A state that is made anew by each implementation is one storage in the trace, whichever is played."""
-    memory = Memory({"state": 64})
-    first = len(memory.record.events)
-    memory.allocate("own", 64, OPTIMIZER)
-    memory.free("state", OPTIMIZER)
-    second = len(memory.record.events)
-    memory.allocate("kept", 8, OPTIMIZER)
-    memory.allocate("temporary", 16, OPTIMIZER)
-    memory.record.operations.append(Ran(0, second + 2, OPTIMIZER, 0, 0, 0))
-    memory.allocate("again", 64, OPTIMIZER)
-    memory.free("own", OPTIMIZER)
-    memory.free("temporary", OPTIMIZER)
-    renamed, forgotten = memory.record.close(second, memory.ledger.size_bytes.__getitem__)
-    assert renamed == {memory.live["again"]: 1}
-    assert forgotten == [memory.live["kept"]]
-    assert [abs(event) - 1 for event in memory.record.events[second:]] == [3, 3]
-    assert [ran.operation_event for ran in memory.record.operations] == [second + 1]
-    memory.live = {"own": 1}
-    memory.record.variants = [
-        Variant(name="foreach", call=0, events=(first, second), operations=(0, 0)),
-        Variant(name="for-loop", call=0, events=(second, second + 2), operations=(0, 1)),
-    ]
-    assert live_peak(memory.trace(), "foreach") == 128
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:

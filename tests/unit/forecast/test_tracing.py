@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError, PolicyError
+from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
 from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.trace.events import OWNERS, live_peak
 
@@ -37,16 +37,6 @@ def bytes_of(trace: Any, owner: str) -> int:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
-@pytest.mark.parametrize("route", ["cpu", "privateuse1"])
-def test_values_of_the_sample_batch_answer_questions_about_them(route: str) -> None:
-    """A mask of ones is known to be one of ones at every size, so nothing has to be assumed about it."""
-    result = traced("asks_its_mask", sizes=(2, 4), route=route)
-    assert not any("taken as" in one.what for one in result.assumptions), result.assumptions
-    assert all(live_peak(trace) < 2**20 for trace in result.traces), "the way of a mask with holes takes 4 MiB"
-
-
 def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
     """Two traces come back whose parameters, state and growth with the batch are those of the job."""
     said: list[str] = []
@@ -54,7 +44,7 @@ def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
     result = trace_job(request, said.append)
     assert (result.route, result.weights, result.optimizers) == ("privateuse1", "fake", {"optimizer": "AdamW"})
     assert result.parameters == result.trainable_parameters == 64 * 256 + 256 + 256 * 10 + 10
-    assert (result.sample_size, result.host_bytes < 2**30) == (8, True)
+    assert result.host_bytes < 2**30
     assert [trace.micro_batch_size for trace in result.traces] == [2, 4, 6]
     small, middle, large = result.traces
     for trace in result.traces:
@@ -93,11 +83,11 @@ def test_every_kind_of_job_is_traced_on_both_routes(name: str, route: str, preci
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
-@pytest.mark.parametrize(("name", "size"), [("own_step_of_a_size", None), ("loader_with_workers", 5), ("prints", 8)])
-def test_all_that_a_factory_may_return_is_traced(name: str, size: int | None) -> None:
+@pytest.mark.parametrize("name", ["own_step_of_a_size", "loader_with_workers", "prints"])
+def test_all_that_a_factory_may_return_is_traced(name: str) -> None:
     """A step that makes its own batch, a loader with workers, and one that prints and reads stdin."""
     result = traced(name)
-    assert (result.route, result.sample_size) == ("privateuse1", size)
+    assert result.route == "privateuse1"
     assert live_peak(result.traces[1]) > live_peak(result.traces[0])
 
 
@@ -154,18 +144,13 @@ def test_a_build_that_needs_values_runs_with_real_weights(name: str) -> None:
     ("name", "kind", "rule", "said"),
     [
         ("needs_cuda", PolicyError, "H410", "forecast_factories.py:"),
-        ("raises", PolicyError, "H411", "KeyError: 'hidden_size', at forecast_factories.py:"),
-        ("returns_a_model", PolicyError, "H412", "returned a Linear"),
-        ("returns_no_optimizer", PolicyError, "H412", "without optimizer"),
         ("detached_loss", PolicyError, "H412", "a loss without a graph"),
-        ("no_batch_dimension", BatchError, "H413", "no batch dimension"),
         ("wrong_shapes", PolicyError, "H414", "at forecast_factories.py:"),
         ("is_data_parallel", PolicyError, "H427", "calls DistributedDataParallel"),
         ("is_sharded", PolicyError, "H427", "calls fully_shard"),
         ("exits", PolicyError, "H415", "ended with exit code 3 while building"),
         ("aborts", PolicyError, "H415", "ended by SIGABRT while making a first step"),
         ("is_killed", OutOfMemoryError, "H415", "was killed while building"),
-        ("no_such_function", PolicyError, "H411", "no attribute 'no_such_function'"),
     ],
 )
 def test_bad_input_is_refused_with_the_users_own_line(

@@ -31,14 +31,7 @@ class OutOfDeviceMemoryError(Exception):
 
 
 class Block:
-    """A part of a segment.
-
-    Args:
-        pool: Pool that it belongs to.
-        address: Where it starts.
-        size: In bytes.
-        mapped: False for addresses of an expandable segment that have no memory.
-    """
+    """A part of a segment; without `mapped`, addresses of an expandable segment that have no memory."""
 
     __slots__ = ("address", "allocated", "following", "mapped", "pool", "previous", "size")
 
@@ -133,12 +126,9 @@ class Pool:
 
 
 class CachingAllocator:
-    """What the caching allocator of one device would do.
+    """What the caching allocator of one device would do, of which the driver can give `cap_bytes`.
 
-    Args:
-        expandable_segments: Grow one segment for each pool instead of adding segments.
-        cap_bytes: What the driver can give; None for no limit.
-        addresses: Of the segments, in order, where they are known from a recording.
+    `addresses` are those of the segments in order, where they are known from a recording.
     """
 
     def __init__(
@@ -169,10 +159,7 @@ class CachingAllocator:
         self.log: list[tuple[str, int]] = []  # what the driver was asked for: action as in torch's traces, bytes
 
     def allocate(self, size: int) -> Block:
-        """Return a block for a request (malloc, alloc_found_block).
-
-        Args:
-            size: In bytes, more than 0, rounded as `replay.round_sizes` does.
+        """Return a block for a request, rounded as `replay.round_sizes` does (malloc, alloc_found_block).
 
         Raises:
             OutOfDeviceMemoryError: No memory is left, also after all that is cached was given back.

@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 from holdfast.forecast.allocator.caching import MIN_BLOCK_BYTES, Block, CachingAllocator, OutOfDeviceMemoryError
 
+Events = npt.NDArray[np.int32]  # shape ``(events,)``: s + 1 allocates storage s, -(s + 1) frees it
+Sizes = npt.NDArray[np.int64]  # shape ``(storages,)``, bytes as requested
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
@@ -21,16 +24,12 @@ class Replay:
     Args:
         peak_reserved_bytes: The most that it held from the driver (`torch.cuda.max_memory_reserved`).
         peak_allocated_bytes: The most that tensors had of it, with rounding (`torch.cuda.max_memory_allocated`).
-        reserved_bytes: What it held at the end.
-        allocated_bytes: What tensors had at the end.
         retries: How often it gave back all that was cached and asked again (``num_alloc_retries``); each is slow.
         failed_at: Index of the event that there was no memory for; None if the whole trace was played.
     """
 
     peak_reserved_bytes: int
     peak_allocated_bytes: int
-    reserved_bytes: int
-    allocated_bytes: int
     retries: int
     failed_at: int | None
 
@@ -40,7 +39,7 @@ class Replay:
         return self.failed_at is not None
 
 
-def round_sizes(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def round_sizes(sizes: Sizes) -> Sizes:
     """Return what the allocator makes of requested sizes (round_size); 0 stays 0, since torch does not ask for it.
 
     Example:
@@ -51,19 +50,9 @@ def round_sizes(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def replay(
-    events: npt.NDArray[np.int32],
-    sizes: npt.NDArray[np.int64],
-    *,
-    expandable_segments: bool = False,
-    cap_bytes: int | None = None,
+    events: Events, sizes: Sizes, *, expandable_segments: bool = False, cap_bytes: int | None = None
 ) -> Replay:
-    """Play a trace through an empty allocator.
-
-    Args:
-        events: Shape ``(events,)``: ``s + 1`` allocates storage ``s``, ``-(s + 1)`` frees it.
-        sizes: Shape ``(storages,)``, bytes as requested.
-        expandable_segments: As ``PYTORCH_ALLOC_CONF`` has it.
-        cap_bytes: What the driver can give; None for no limit.
+    """Play a trace through an empty allocator, which can get `cap_bytes` of the driver.
 
     Raises:
         ValueError: A storage is freed that does not live, or allocated while it does.
@@ -94,14 +83,12 @@ def replay(
     return Replay(
         peak_reserved_bytes=simulated.peak_reserved_bytes,
         peak_allocated_bytes=simulated.peak_allocated_bytes,
-        reserved_bytes=simulated.reserved_bytes,
-        allocated_bytes=simulated.allocated_bytes,
         retries=simulated.retries,
         failed_at=failed_at,
     )
 
 
-def live_peak_bytes(events: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]) -> int:
+def live_peak_bytes(events: Events, sizes: Sizes) -> int:
     """Return the most that lives at once, rounded as the allocator rounds: no cap below it can do."""
     if not len(events):
         return 0
@@ -109,11 +96,7 @@ def live_peak_bytes(events: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64])
 
 
 def smallest_cap_bytes(
-    events: npt.NDArray[np.int32],
-    sizes: npt.NDArray[np.int64],
-    *,
-    expandable_segments: bool = False,
-    step_bytes: int = 32 << 20,
+    events: Events, sizes: Sizes, *, expandable_segments: bool = False, step_bytes: int = 32 << 20
 ) -> int:
     """Return a cap that suffices while `step_bytes` less does not: what a device would have to give.
 

@@ -22,11 +22,7 @@ _TIMED_SECONDS = (
 
 
 def calibrate(index: int = 0, *, on_progress: Callable[[str], None] = lambda _: None) -> Device:
-    """Measure a CUDA device.
-
-    Raises:
-        PolicyError: There is no CUDA device of that index, or something else uses it (H417).
-    """
+    """Measure a CUDA device (H417 if there is none of that index, or something else uses it)."""
     _check_device(index)
     device = torch.device("cuda", index)
     with torch.cuda.device(device):

@@ -38,18 +38,14 @@ class Device:
     """What the forecast knows of a device.
 
     Args:
-        name: As the catalogue or the calibration writes it.
-        total_bytes: What its datasheet says.
         usable_bytes: What `torch.cuda.mem_get_info` gives as the total: all that processes can have.
         context_bytes: What a training process takes of it beside torch's allocator: context, kernels, libraries.
         cublas_workspace_bytes: Of one handle, held by torch's allocator from the first matrix product on.
         cublaslt_workspace_bytes: The same of cuBLASLt; 0 where it shares that of cuBLAS.
-        bandwidth: Of its memory, bytes per second.
         flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see `flops_per_second`.
         capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
         measured: Whether the figures come from ``holdfast calibrate`` and not from the catalogue.
         software: Versions of torch, CUDA, cuDNN and the driver that were measured.
-        sources: Where each figure is from.
     """
 
     name: str
@@ -126,11 +122,7 @@ def configuration_directory() -> Path:
 
 
 def load_device(path: Path) -> Device:
-    """Read a file from ``holdfast calibrate``.
-
-    Raises:
-        PolicyError: It cannot be read, or is no such file (H416).
-    """
+    """Read a file from ``holdfast calibrate`` (H416 if it is none)."""
     try:
         return _device_of(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -111,12 +111,9 @@ _WORST: dict[Any, Callable[..., Any]] = {
 
 
 def without_rule(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator that has no fake kernel, where its shapes can be found all the same.
+    """Return the result of an operator that has no fake kernel, where its shapes can be found all the same (H422).
 
-    An operator that only writes to its arguments returns them. A built-in one is run on zeros on the host.
-
-    Raises:
-        PolicyError: [H422] they cannot.
+    One that only writes to its arguments returns them. A built-in one is run on zeros on the host.
     """
     written = _written(func, args, kwargs)
     if written is not None:

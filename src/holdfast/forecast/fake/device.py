@@ -1,8 +1,7 @@
 """A device without memory of its own, on which a training step runs in shapes only, and runs as CUDA would run it.
 
-The device stands on torch's slot for foreign backends (PrivateUse1), so its tensors are told apart from the host's,
-and autograd, autocast and every C++ composite treat them as a GPU's. On route ``"cpu"`` the host itself is traced, to
-be compared with real runs. Registering the slot cannot be undone: do it in a process of its own.
+It stands on torch's slot for foreign backends (PrivateUse1): autograd, autocast and every C++ composite treat its
+tensors as a GPU's. Registering the slot cannot be undone: do it in a process of its own.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ _dispatch = getattr(FakeTensorMode, "dispatch", FakeTensorMode.__torch_dispatch_
 
 
 class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors on one device, with answers to questions for values.
-
-    Args:
-        device: Where tensors go that are asked for on CUDA.
-        guesses: Answers.
-    """
+    """Fake tensors; those that are asked for on CUDA go to `device`, and questions for values get answers."""
 
     def __init__(self, device: torch.device, guesses: Guesses) -> None:
         super().__init__(allow_non_fake_inputs=False, allow_fallback_kernels=False)
@@ -144,16 +138,7 @@ class AddedAutocast(torch.autocast):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastDevice:
-    """The fake device while it is there.
-
-    Args:
-        device: ``forecast:0`` or, on route ``"cpu"``, ``cpu``. Code outside torch and holdfast sees ``cuda:0``.
-        mode: The active fake mode.
-        route: ``"privateuse1"`` or ``"cpu"``.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        guesses: Answers to questions for values.
-        uncalibrated: What may be larger than was counted.
-    """
+    """The fake device while it is there: ``forecast:0`` (``cuda:0`` to user code) or, on its route, ``cpu``."""
 
     device: torch.device
     mode: ForecastMode
@@ -173,11 +158,7 @@ class ForecastDevice:
         return contextlib.nullcontext() if dtype is None else AddedAutocast(self.device.type, dtype=dtype)
 
     def place(self, *modules: nn.Module) -> None:
-        """Bring modules here in place, real or fake: parameters stay the same objects, tied ones stay tied.
-
-        Raises:
-            PolicyError: H426 for hooks that cannot come with them.
-        """
+        """Bring modules here in place, real or fake: parameters stay the same objects, tied ones stay tied (H426)."""
         for module in modules:
             placement.place(module, self.device)
         placement.check_hooks_on_nodes()
@@ -193,10 +174,7 @@ class ForecastDevice:
 def forecast_device(route: str = "privateuse1", precision: str = "fp32") -> Iterator[ForecastDevice]:
     """Run code in shapes only, on a device that stands for CUDA's.
 
-    Args:
-        route: ``"privateuse1"``, for which ``"cuda"`` means this device and ``torch.cuda`` answers; or ``"cpu"`` for
-            the host, to be compared with real runs: code finds what the host has.
-        precision: What `ForecastDevice.autocast` is to be.
+    On route ``"cpu"`` it is the host, to be compared with real runs, and code finds there what the host has.
 
     Raises:
         PolicyError: [H423] this torch has no slot for the device.

@@ -51,14 +51,9 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """What is known of one tensor.
+    """What is known of one tensor: all of its `value`, on the CPU; else how it comes out as a question and why.
 
-    Args:
-        value: All of it, on the CPU; None if unknown.
-        expected: How it comes out if it is asked as a question; None if that is open.
-        why: What that takes for granted.
-        at_most: No element of it, an integer, is larger; None if unknown.
-        typical: What a random number is taken for; None for anything else.
+    `at_most` bounds an integer; `typical` is what a random number is taken for.
     """
 
     value: torch.Tensor | None = None

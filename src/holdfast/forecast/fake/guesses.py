@@ -49,15 +49,7 @@ class Guesses:
         self._times.clear()
 
     def decide(self, *, expected: bool | None = None, why: str = "") -> bool:
-        """Answer ``bool(tensor)``.
-
-        Args:
-            expected: How it comes out, where that is likely; else None.
-            why: What that takes for granted.
-
-        Raises:
-            PolicyError: H424: a loop waits for a tensor.
-        """
+        """Answer ``bool(tensor)``, maybe `expected` to come out one way, and `why` (H424 if a loop waits for it)."""
         line = running_line()
         if line not in self.turned and expected is not None:
             self.assume(why, line)
@@ -76,11 +68,7 @@ class Guesses:
         return answer
 
     def count(self, *, at_most: int | None) -> int:
-        """Answer ``int(tensor)`` or an integer ``.item()``.
-
-        Args:
-            at_most: The largest value that it can have, where that is known: the answer, as the worst case.
-        """
+        """Answer ``int(tensor)`` or an integer ``.item()``: its bound, as the worst case, if one is known."""
         answer = 1 if at_most is None else at_most
         why = "nothing is known of it" if at_most is None else "the worst case"
         self.assume(f"an integer of a tensor was taken as {answer} ({why})")

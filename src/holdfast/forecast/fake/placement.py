@@ -96,12 +96,9 @@ def _become(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def check_hooks_on_nodes() -> None:
-    """Find out whether user code holds autograd nodes of parameters that were moved since: hooks on them never run.
+    """Refuse (H426) autograd nodes of moved parameters that user code holds: hooks on them never run.
 
     A real parameter keeps its node when it is moved; a fake one cannot.
-
-    Raises:
-        PolicyError: H426.
     """
     for node in gc.get_objects():
         if type(node).__name__ == "AccumulateGrad" and _LEFT_BEHIND in vars(node.variable):

@@ -37,11 +37,7 @@ def redirected(device: Any, fake: torch.device) -> Any:
 
 
 class OnHost(TorchFunctionMode):
-    """Has ``"cuda"`` mean the CPU, for real tensors, and remembers which were moved or made there.
-
-    Args:
-        fake: The device that it means otherwise.
-    """
+    """Has ``"cuda"`` mean the CPU, for real tensors, and remembers which were moved or made there."""
 
     def __init__(self, fake: torch.device) -> None:
         super().__init__()
@@ -83,7 +79,8 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterato
         _nothing_is_saved(patches, guesses)
         _one_device_only(patches)
         # Its branch for traced tensors repeats heads and builds masks that no real run has.
-        _when_imported(patches, "transformers.utils.import_utils", _do_not_detect)
+        transformers = "transformers.utils.import_utils"
+        _when_imported(patches, transformers, lambda module: setattr(module, "is_fake_tensor", lambda _: False))
         # It draws again until all numbers suit, which fake ones never do.
         patches.replace(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         if as_cuda:
@@ -224,11 +221,6 @@ def _autocast(patches: Patches, kind: str) -> None:
     patches.replace(torch, "set_autocast_gpu_dtype", lambda dtype: torch.set_autocast_dtype(kind, dtype))
 
 
-def _do_not_detect(module: Any) -> None:
-    if hasattr(module, "is_fake_tensor"):
-        module.is_fake_tensor = lambda _: False
-
-
 def _nothing_is_saved(patches: Patches, guesses: Guesses) -> None:
     """Leave out what a step saves: its tensors have no values, and the file may be that of a real run."""
 
@@ -288,10 +280,9 @@ def for_several_devices(what: str) -> PolicyError:
 
 @contextlib.contextmanager
 def cuda_hidden() -> Iterator[None]:
-    """Import a package as on a machine without CUDA, with real tensors: it would look for libraries of a GPU.
+    """Import a package as on a machine without CUDA, with real tensors.
 
-    bitsandbytes does so where ``torch.cuda`` answers, and fails without them; peft and transformers import it
-    wherever it is installed, whether a job uses it or not.
+    bitsandbytes, which peft imports wherever it is, looks for a GPU's libraries and fails without them.
     """
     with Patches() as patches, unset_fake_temporarily():
         patches.replace(torch.cuda, "is_available", lambda: False)
@@ -299,11 +290,8 @@ def cuda_hidden() -> Iterator[None]:
         yield
 
 
-_Around = Callable[[], contextlib.AbstractContextManager[None]]
-
-
 def _when_imported(
-    patches: Patches, name: str, change: Callable[[Any], None], around: _Around = contextlib.nullcontext
+    patches: Patches, name: str, change: Callable[[Any], None], around: Callable[[], Any] = contextlib.nullcontext
 ) -> None:
     """Change a module now, or when it is imported, in a context."""
     if name in sys.modules:
@@ -317,7 +305,7 @@ def _when_imported(
 class _WhenImported:
     """An import hook that changes one module when it has been loaded, in a context."""
 
-    def __init__(self, module: str, change: Callable[[Any], None], around: _Around) -> None:
+    def __init__(self, module: str, change: Callable[[Any], None], around: Callable[[], Any]) -> None:
         self._module, self._change, self._around = module, change, around
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

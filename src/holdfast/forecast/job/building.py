@@ -44,18 +44,9 @@ Loading = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What a factory returned, checked.
+    """What a factory returned, checked: models and optimizers by name, a loss function or a step, a sample batch.
 
-    Args:
-        models: By name.
-        optimizers: By name.
-        function: The loss function or the step; None: ``model(**batch).loss``.
-        is_step: Whether it certainly makes the whole step; else that shows when it is called.
-        batch: A sample batch; None if the step makes its own.
-        has_batch: Whether there is one.
-        batch_size: Its samples, where they were said.
-        split: Its batch dimension.
-        knows_length: Whether the factory was called with a length of samples.
+    `is_step`: it certainly makes the whole step; else that shows when it is called. `split`: the batch's dimension.
     """
 
     models: dict[str, nn.Module]
@@ -70,11 +61,7 @@ class Built:
 
 
 def load_factory(name: str) -> Function:
-    """Return the function that ``module:function`` or ``file.py:function`` names.
-
-    Raises:
-        PolicyError: H411, or H410 if it needs CUDA.
-    """
+    """Return the function that ``module:function`` or ``file.py:function`` names (H411, or H410 if it needs CUDA)."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise _unusable(name, "(there is no function after a colon)", "write package.module:build or file.py:build.")
@@ -93,10 +80,9 @@ def load_factory(name: str) -> Function:
 
 
 def call_factory(name: str, factory: Function, *, size: int, length: int | None, loading: Loading) -> Built:
-    """Call a factory and read what it returns.
+    """Call a factory, with `size` and `length` if it has parameters for them, and read what it returns.
 
-    A factory is given `size` and `length` if it has parameters for them. `loading` makes the context in which a
-    loader is asked for a batch.
+    `loading` makes the context in which a loader is asked for a batch.
 
     Raises:
         PolicyError: H410 or H411 if it raises, H412 if it returns something else.

@@ -185,7 +185,6 @@ def _facts(job: Job) -> dict[str, Any]:
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "accumulates": job.accumulates,
         "casts": job.casts,
-        "sample_size": None if job.sample is None else job.sample.size,
         "host_bytes": _host_bytes(),
     }
 

@@ -30,11 +30,11 @@ from holdfast.forecast.job.building import Built, Function
 from holdfast.forecast.job.sample_batch import Leaf, SampleBatch, Values, leaves_of
 from holdfast.forecast.job.user_functions import (
     GuardStandIn,
-    OwnPrecision,
     Watch,
     called_with_batch,
     is_hooked,
     loss_of,
+    own_autocasts,
 )
 from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.block_runs import find_blocks, modules_named
@@ -49,13 +49,7 @@ _PLACEMENTS = (_AS_BUILT, _BATCH, _ALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """How a step is made.
-
-    Args:
-        gradient_accumulation_steps: Micro-batches in it, if a loss function is given.
-        max_grad_norm: Norm to which gradients are clipped; None: they are not.
-        recompute: Names of modules whose activations are recomputed.
-    """
+    """How a step is made: micro-batches if a loss function is given, clipping norm, modules to recompute."""
 
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
@@ -63,12 +57,7 @@ class StepOptions:
 
 
 class Job:
-    """One training job on the fake device, whose mode must be active.
-
-    Args:
-        built: What the factory returned; its models are brought to the device.
-        device: The fake one.
-        options: How its step is made.
+    """One training job on the fake device, whose mode must be active; its models are brought there.
 
     Raises:
         PolicyError: H412 for a name in ``recompute`` that is no module's, H426, H427.
@@ -111,16 +100,11 @@ class Job:
         return self.sample is not None and not self._acts
 
     def settle(self, size: int, length: int | None) -> None:
-        """Make the first step, and find out what its function does and where its tensors must lie.
-
-        Raises:
-            PolicyError: H412 or H414.
-            BatchError: H413.
-        """
+        """Make the first step, and find out what the function does and where tensors must lie (H412 to H414)."""
         for placement in _PLACEMENTS:
             self._placement = placement
             try:
-                with OwnPrecision(self.models, AddedAutocast) as own:
+                with own_autocasts(AddedAutocast) as own:
                     self._step_past_checks(size, length)
                 break
             except PolicyError as error:
@@ -129,19 +113,22 @@ class Job:
                     raise
         if missed := self.optimizers.keys() - self._stepped:
             raise _untrained(f"one call of the step{self._place_of_function} did not step {_named(missed)}")
-        self.casts = own.casts
-        self.assumptions.extend(Assumption(what=what) for what in self._found_out(own))
+        self.casts = bool(own)
+        self.assumptions.extend(Assumption(what=what) for what in self._found_out())
         if self.sample is not None:
             self.assumptions.extend(self.sample.assumptions(with_length=length is not None))
         gc.collect()  # what a failed step has left
 
-    def _found_out(self, own: OwnPrecision) -> Iterator[str]:
+    def _found_out(self) -> Iterator[str]:
         """Yield what has to be said of the first step."""
         precision = self._device.precision
         if self._acts and not self._has_own_step:
             yield "the function runs backward and steps no optimizer: all were stepped after it"
-        if own.words() and precision == "fp32":
-            yield f"no autocast was added: the job has {own.words()}, and is forecast as its code has it"
+        every = (p for model in self.models.values() for p in model.parameters() if p.is_floating_point())
+        own = [f"parameters in {name}" for name in sorted({str(p.dtype)[6:] for p in every if p.itemsize < 4})]
+        own += ["an autocast of its own"] if self.casts else []
+        if own and precision == "fp32":
+            yield f"no autocast was added: the job has {' and '.join(own)}, and is forecast as its code has it"
         if self._has_own_step and precision != "fp32":
             yield (
                 f"autocast to {precision} was put around what the step does before backward: it has to do so itself,"
@@ -171,16 +158,7 @@ class Job:
                 guesses.turn(may_turn[-1])
 
     def step(self, size: int, length: int | None = None) -> None:
-        """Make one training step.
-
-        Args:
-            size: Samples of each micro-batch.
-            length: Of each sample; None: as in the sample batch.
-
-        Raises:
-            PolicyError: H412 for a function that returns no loss, H414 if it raises.
-            BatchError: H413 for a batch that cannot be made.
-        """
+        """Make one training step of `size` samples a micro-batch (H412, H413, H414)."""
         self._stepped = set()
         self._device.guesses.begin_step()
         with contextlib.ExitStack() as stack:
@@ -200,25 +178,16 @@ class Job:
                 raise self._failed(error, size, length) from error
 
     def _step_with_guard(self, batch: Any) -> None:
-        """Call a ``step(guard, batch)``; one that steps optimizers itself and never asks its guard has none."""
+        """Call a ``step(guard, batch)``."""
         with Watch(self._device.autocast) as seen:
             self._function(batch)
         self._stepped |= self._names_of(seen.optimizers)
-        if seen.optimizers and not self._guard.asked:
-            self._uses_guard, self._acts, self._has_own_step, self._begun = False, True, True, True
 
     def _step_of_guard(self, batch: Any, function: Function, names: Sequence[str]) -> torch.Tensor | None:
         return self.make_step(self.cut(batch), function, names)
 
     def make_step(self, parts: Sequence[Any], function: Function, names: Sequence[str]) -> torch.Tensor | None:
-        """Make one step from micro-batches.
-
-        Returns:
-            The loss of the last one, detached; None if the function ran backward itself.
-
-        Raises:
-            PolicyError: H412 for a function that returns no loss.
-        """
+        """Make one step from micro-batches; return the last loss, or None if the function ran backward itself."""
         parameters = self._parameters_of(names)
         if not self._has_own_step:
             for parameter in parameters:

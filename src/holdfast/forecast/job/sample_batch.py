@@ -40,15 +40,9 @@ _SAID_SIZE = 'return {"batch_size": ...} with it, or write build(micro_batch_siz
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """What there is to know of a tensor or an array of a batch; the tensor itself is not kept.
+    """What there is to know of a tensor or an array of a batch, which itself is not kept.
 
-    Args:
-        shape: In elements.
-        dtype: Of torch or numpy.
-        device: Where it lies; None for an array.
-        requires_grad: Whether the batch is to be differentiated by.
-        is_floating: Whether its values are no integers or booleans.
-        values: Those of integers and booleans, where they are known.
+    `device` is None for an array; `values` are those of integers and booleans, where they are known.
     """
 
     shape: tuple[int, ...]
@@ -69,10 +63,9 @@ Make = Callable[[Leaf], torch.Tensor]
 
 
 class SampleBatch:
-    """A batch that can be made again in any size and length.
+    """A batch, any pytree, that can be made again in any size and length.
 
     Args:
-        batch: Any pytree of tensors, arrays, numbers and strings: dicts, lists, tuples, dataclasses, BatchEncoding.
         read: Returns the values of a tensor of integers or booleans, or None where they are unknown.
         make: Returns a new tensor as it is described.
         size: Its samples, as far as that is known; None, or one that nothing in it has: found by looking.
@@ -105,11 +98,7 @@ class SampleBatch:
         self._longest = self._find_longest()
 
     def resized(self, size: int, length: int | None = None) -> Any:
-        """Return a new batch of `size` samples, all alike, of the sample batch's length if none is asked for.
-
-        Raises:
-            BatchError: H413, for a length where the sample batch has none.
-        """
+        """Return a new batch of `size` equal samples, of the sample batch's length if none is asked for (H413)."""
         if length is not None and self.length is None:
             raise _unusable(
                 f"the sample batch has nothing to be {length} long: {_shapes(self._leaves)}",

@@ -33,7 +33,7 @@ _TIMEOUT_SECONDS = 600.0
 _LOOK_SECONDS = 0.5  # between looks at a child that says nothing
 _LAST_LINES = 6  # of what the child has written to stderr, in an error
 _FACTS = (
-    "optimizers", "parameters", "trainable_parameters", "accumulates", "sample_size",
+    "optimizers", "parameters", "trainable_parameters", "accumulates",
     "host_bytes", "build_seconds", "casts",
 )  # fmt: skip
 
@@ -44,13 +44,11 @@ class TraceRequest:
 
     Args:
         factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         sizes: Micro-batch sizes, in samples, at least 1.
         length: Of each sample; None: as in the sample batch.
         route: The fake device: an accelerator's, or the CPU as it is, without CUDA, to be compared with real runs.
         recompute: Names of the modules whose activations are recomputed, as in `Trace.blocks`.
         gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is given.
-        max_grad_norm: Norm to which gradients are clipped; None: they are not.
     """
 
     factory: str
@@ -72,13 +70,8 @@ class TraceResult:
         route: The fake device, ``"privateuse1"`` or ``"cpu"``.
         weights: ``"real"`` if ``build`` had to be run with real tensors.
         optimizers: Classes of the optimizers by name.
-        parameters: In all models, each counted once.
-        trainable_parameters: Those with a gradient.
         accumulates: Whether a larger batch can be cut into micro-batches; not where the step runs backward itself.
-        sample_size: Samples in the sample batch; None if the step makes its own.
         host_bytes: Most memory that the child had resident.
-        build_seconds: Wall time of ``build``.
-        trace_seconds: Wall time of each trace.
         assumptions: What had to be taken for granted, in all traces.
         casts: Whether the job has an autocast of its own, which overrides the precision that was asked for.
     """
@@ -90,7 +83,6 @@ class TraceResult:
     parameters: int
     trainable_parameters: int
     accumulates: bool
-    sample_size: int | None
     host_bytes: int
     build_seconds: float
     trace_seconds: tuple[float, ...]
@@ -196,11 +188,7 @@ def _child(asked: dict[str, Any], errors_file: Any) -> Iterator[subprocess.Popen
 
 
 def _lines(child: subprocess.Popen[bytes], descriptor: int, deadline: float) -> Iterator[bytes]:
-    """Yield lines until the child has ended; its own children may hold the pipe open for longer.
-
-    Raises:
-        TimeoutError: After the deadline.
-    """
+    """Yield lines until the child, whose own children may hold the pipe for longer, has ended; or TimeoutError."""
     held = b""
     while True:
         ready, _, _ = select.select([descriptor], [], [], _LOOK_SECONDS)

@@ -12,7 +12,6 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -22,11 +21,7 @@ from holdfast.forecast.job.building import Built, Function
 
 
 class Watch:
-    """See whether a function runs backward and steps optimizers; its autocast is for what it does before that.
-
-    Args:
-        autocast: Makes the context of a forward pass.
-    """
+    """See whether a function runs backward and steps optimizers; `autocast` is for what it does before that."""
 
     def __init__(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self.acted = False  # whether the function itself ran backward or stepped an optimizer
@@ -71,40 +66,19 @@ class Watch:
         self._open = None
 
 
-class OwnPrecision:
-    """Find out what of half precision a job has by itself, while its step is made in the context.
+@contextlib.contextmanager
+def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]:
+    """Yield a list of the autocasts that a job enters by itself meanwhile; `added` is the forecast's own kind."""
+    enter, own = torch.autocast.__enter__, []
 
-    Args:
-        models: Of the job.
-        added: Kind of the autocast that the forecast adds.
-    """
+    def entered(context: torch.autocast) -> Any:
+        recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint enters again what was there
+        if context._enabled and not isinstance(context, added) and not recomputes:
+            own.append(context)
+        return enter(context)  # type: ignore[no-untyped-call]
 
-    def __init__(self, models: Mapping[str, nn.Module], added: type[torch.autocast]) -> None:
-        every = (p for model in models.values() for p in model.parameters() if p.is_floating_point())
-        self.parameters = sorted({str(p.dtype).removeprefix("torch.") for p in every if p.itemsize < 4})
-        self.casts = False  # whether an autocast of the job's own was entered
-        self._added = added
-        self._patch: Any = None
-
-    def words(self) -> str:
-        """Return what was found; empty if nothing was."""
-        found = [f"parameters in {' and '.join(self.parameters)}"] if self.parameters else []
-        return " and ".join([*found, "an autocast of its own"] if self.casts else found)
-
-    def __enter__(self) -> Self:
-        enter = torch.autocast.__enter__
-
-        def entered(context: torch.autocast) -> Any:
-            recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint enters again what was there
-            self.casts |= bool(context._enabled) and not isinstance(context, self._added) and not recomputes
-            return enter(context)  # type: ignore[no-untyped-call]
-
-        self._patch = mock.patch.object(torch.autocast, "__enter__", entered)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patch.stop()
+    with mock.patch.object(torch.autocast, "__enter__", entered):
+        yield own
 
 
 def find_loss(returned: Any) -> torch.Tensor | None:
@@ -132,11 +106,7 @@ def find_loss(returned: Any) -> torch.Tensor | None:
 
 
 def loss_of(returned: Any, place: str) -> torch.Tensor:
-    """Return the loss in what a loss function returned that is defined at a place, shape ``()``.
-
-    Raises:
-        PolicyError: H412: there is none, it is no scalar, or it depends on nothing.
-    """
+    """Return the loss, shape ``()``, in what a function at a place returned (H412 if there is none to train by)."""
     loss = find_loss(returned)
     if loss is not None and loss.numel() == 1 and loss.requires_grad:
         return loss.reshape(())
@@ -158,18 +128,12 @@ def is_hooked(parameter: torch.Tensor) -> bool:
 
 
 class GuardStandIn:
-    """What a ``step(guard, batch)`` is given for a guard: its `step` makes the same step, and reports nothing.
-
-    Args:
-        optimizers: Their names.
-        make: Makes a step of a batch, a loss function and names of optimizers, and returns the loss.
-    """
+    """What a ``step(guard, batch)`` is given for a guard: its `step` makes the same step, and reports nothing."""
 
     def __init__(
         self, optimizers: Sequence[str], make: Callable[[Any, Callable[..., Any], Sequence[str]], torch.Tensor | None]
     ) -> None:
         self._optimizers, self._make = optimizers, make
-        self.asked = False  # for a step so far
 
     def step(
         self,
@@ -180,7 +144,6 @@ class GuardStandIn:
         split: Any = None,  # noqa: ARG002
     ) -> Any:
         """Make one step of one or several optimizers; see ``Guard.step``."""
-        self.asked = True
         chosen = self._optimizers if optimizer is None else optimizer
         loss = self._make(batch, loss_fn, [chosen] if isinstance(chosen, str) else list(chosen))
         facts = {"items": 1, "grad_norm": {}, "micro_batch_size": None, "attempts": 1, "dropped_samples": ()}

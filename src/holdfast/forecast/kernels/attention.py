@@ -32,24 +32,12 @@ class Backend(enum.Enum):
     EFFICIENT = 2
 
 
-DEFAULT_ORDER = (Backend.FLASH, Backend.EFFICIENT, Backend.MATH)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
     """What one call of `scaled_dot_product_attention` looks like to the choice of the kernel.
 
-    Args:
-        dtypes: Of query, key and value.
-        query: Shape of the query, ``(batch, heads, length, head size)``.
-        key: Shape of the key.
-        value: Shape of the value.
-        mask: Shape of the mask; None if there is none.
-        unit_strides: Whether the last dimension of query, key, value and mask is contiguous.
-        dropout: Probability.
-        causal: The flag ``is_causal``.
-        grouped: The flag ``enable_gqa``.
-        training: Whether a gradient is wanted for any of the three.
+    Shapes are ``(batch, heads, length, head size)``, that of the mask None if there is none. `unit_strides`: the
+    last dimension of all tensors is contiguous; `training`: a gradient is wanted for any of the three.
     """
 
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -65,11 +53,7 @@ class AttentionCall:
 
 
 def install_attention(library: torch.library.Library) -> None:
-    """Have `scaled_dot_product_attention` on the fake device take the kernel that CUDA would.
-
-    Args:
-        library: Of namespace ``aten``, kind ``IMPL``, dispatch key ``AutogradPrivateUse1``. It must be kept alive.
-    """
+    """Have `scaled_dot_product_attention` on the fake device take the kernel that CUDA would."""
 
     def attention(
         query: torch.Tensor,
@@ -86,7 +70,7 @@ def install_attention(library: torch.library.Library) -> None:
         call = describe(*tensors, attn_mask, dropout=dropout_p, causal=is_causal, grouped=enable_gqa)
         backend = Backend.MATH  # torch's own composite, which also says what is wrong with a causal call with a mask
         if not (is_causal and attn_mask is not None):
-            backend = choose_backend(call, enabled=_enabled(), order=_order())
+            backend = choose_backend(call, _enabled())
         if backend is Backend.FLASH:
             return _flash(tensors, dropout_p, scale, causal=is_causal)
         mask = _additive(attn_mask, query.dtype)
@@ -138,29 +122,15 @@ def _enabled() -> frozenset[Backend]:
     return frozenset(backend for backend, is_enabled in allowed.items() if is_enabled())
 
 
-def _order() -> tuple[Backend, ...]:
-    """Return the order that the user set with ``sdpa_kernel(..., set_priority=True)``, else torch's own."""
-    read = getattr(torch._C, "_get_sdp_priority_order", None)
-    if read is None:
-        return DEFAULT_ORDER
-    known = {backend.value for backend in Backend}
-    return tuple(Backend(number) for number in read() if number in known)
+def choose_backend(call: AttentionCall, enabled: frozenset[Backend] = frozenset(Backend)) -> Backend:
+    """Return the kernel that CUDA takes: the first in torch's order that is allowed and takes the call.
 
-
-def choose_backend(
-    call: AttentionCall,
-    *,
-    enabled: frozenset[Backend] = frozenset(Backend),
-    order: Sequence[Backend] = DEFAULT_ORDER,
-) -> Backend:
-    """Return the kernel that CUDA takes: the first in the order that is allowed and takes the call.
-
-    The user sets both: `enabled` by ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``.
+    The user allows them by ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``.
 
     Raises:
         RuntimeError: No kernel that is allowed takes it, as on the device itself.
     """
-    for backend in order:
+    for backend in (Backend.FLASH, Backend.EFFICIENT, Backend.MATH):
         if backend in enabled and _ACCEPTS[backend](call):
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")

@@ -44,7 +44,8 @@ FP32_SET_OPT_DTYPE = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
-FP32_APPEND_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+# Torch takes an overload with a dtype for them, without a cast copy; these are taken to need one.
+FP32_APPEND_DTYPE = ("norm.Scalar", "norm.ScalarOpt_dim")
 PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 BANNED = ("binary_cross_entropy",)
 # Registered for CUDA by another file of torch: cuDNN's recurrent layers (``recurrent`` stands for them).
@@ -59,8 +60,7 @@ _FAKE_KEY = "AutocastPrivateUse1"
 class WeightCache:
     """Casts of leaf weights, kept until the outermost autocast ends, as torch keeps them.
 
-    A weight is cast once for all its uses. In a backward pass that recomputes, autocast is entered anew: the cache is
-    filled once more and dropped once more.
+    In a backward pass that recomputes, autocast is entered anew: the cache is filled and dropped once more.
     """
 
     def __init__(self) -> None:
@@ -122,10 +122,7 @@ def installed(device_name: str, assume: Assume) -> Iterator[None]:
 
 
 def registered_for_cuda() -> frozenset[str]:
-    """Return the aten operators for which the running torch has an autocast kernel on CUDA, such as ``"mm"``.
-
-    They are registered in builds without CUDA too.
-    """
+    """Return the aten operators that have an autocast kernel on CUDA in this torch, with or without CUDA."""
     listing = torch._C._dispatch_get_registrations_for_dispatch_key
     names = {name.removeprefix("aten::") for name in listing(_CUDA_KEY) if name.startswith("aten::")}
     return frozenset(name for name in names if not _NAMED.search(name))
@@ -135,9 +132,8 @@ def classified() -> dict[str, str]:
     """Return the class of each operator: the name of its method of `_Policies`."""
     classes = {
         "lower_precision": LOWER_PRECISION,
-        "fp32": FP32,
+        "fp32": (*FP32, *FP32_APPEND_DTYPE),
         "fp32_set_opt_dtype": FP32_SET_OPT_DTYPE,
-        "fp32_append_dtype": FP32_APPEND_DTYPE,
         "promote": PROMOTE,
         "banned": BANNED,
         "left_alone": ELSEWHERE,
@@ -193,20 +189,6 @@ class _Policies:
                 dtype = args[position] or torch.float32
                 return operator(*args[:position], dtype, *args[position + 1 :], **kwargs)
             return operator(*args, **{**kwargs, "dtype": kwargs.get("dtype") or torch.float32})
-
-        return kernel
-
-    def fp32_append_dtype(self, _: Any, name: str) -> Callable[..., Any]:
-        packet = getattr(torch.ops.aten, name.partition(".")[0])
-        plain, with_dtype = getattr(packet, name.partition(".")[2]), getattr(packet, FP32_APPEND_DTYPE[name])
-        names = [argument.name for argument in plain._schema.arguments]
-        defaults = {argument.name: argument.default_value for argument in plain._schema.arguments[1:]}
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            if not self._eligible(args[0]):
-                return plain(*args, **kwargs)
-            given = defaults | dict(zip(names, args, strict=False)) | kwargs
-            return with_dtype(*(given[each] for each in names), dtype=torch.float32)
 
         return kernel
 

@@ -39,20 +39,10 @@ Uncertain = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSize:
-    """The sizes of a fused recurrent layer.
+    """The sizes of a fused recurrent layer, in elements: `weights` with biases, `biases` of those alone.
 
-    Args:
-        mode: ``"lstm"``, ``"gru"`` or ``"rnn"``.
-        hidden: Hidden size.
-        projection: Size of an LSTM's projected hidden state; 0 if there is none.
-        layers: Number of layers.
-        directions: 1, or 2 if bidirectional.
-        batch: Sequences.
-        rows: Time steps of all sequences together.
-        weights: Elements of all weights and biases.
-        biases: How many of those are biases.
-        element_bytes: Of one value.
-        dropout: Probability between the layers.
+    `mode` is ``"lstm"``, ``"gru"`` or ``"rnn"``; `projection` 0 if there is none; `rows` the time steps of all
+    sequences together; `dropout` the probability between the layers.
     """
 
     mode: str
@@ -297,12 +287,7 @@ class _RecurrentLayers:
 
 
 def install_recurrent(library: torch.library.Library, uncertain: Uncertain) -> None:
-    """Have the recurrent layers on the fake device run as cuDNN runs them.
-
-    Args:
-        library: Of namespace ``aten``, kind ``IMPL``, dispatch key ``AutogradPrivateUse1``. It must be kept alive.
-        uncertain: Called with a name and the bytes by which a size may be larger than was taken.
-    """
+    """Have recurrent layers on the fake device run as cuDNN does; `uncertain` takes a name and an excess in bytes."""
     layers = _RecurrentLayers(uncertain)
     for operator in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         library.impl(f"{operator}.input", layers.kernel(operator, packed=False))  # type: ignore[no-untyped-call]

@@ -27,12 +27,9 @@ _SMALL_SORT = 4096  # Sort.cu: up to so many values a slice is sorted in shared 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What one call of an operator needs while it runs.
+    """What one call of an operator needs while it runs: what is counted, and what the margin has to cover.
 
-    Args:
-        bytes: What is counted.
-        at_most: What the margin has to cover.
-        calibrated: Whether the figure follows from torch's own source or from a measurement.
+    `calibrated`: it follows from torch's own source or from a measurement.
     """
 
     bytes: int
@@ -47,11 +44,7 @@ Rule = Callable[[Arguments, Any], Scratch]
 
 @dataclass(slots=True)
 class Uncalibrated:
-    """What a step holds of uncertain figures: which operators, and by how many bytes it may need more.
-
-    Args:
-        calls: How often each was called.
-    """
+    """What a step holds of uncertain figures: how often which operator, and by how many bytes it may need more."""
 
     calls: Counter[str] = field(default_factory=Counter)
     _while_running: int = 0

@@ -124,10 +124,7 @@ class _Ctc(torch.autograd.Function):
 def install_sequences(library: torch.library.Library, known: Known, assume: Assume) -> None:
     """Have packing, padding and the CTC loss work on fake tensors.
 
-    Args:
-        library: Of namespace ``aten``, kind ``IMPL``, an autograd key; to be kept alive.
-        known: Returns the values of a fake tensor as a real one, or None if they are not known.
-        assume: Called with what had to be assumed.
+    `known` returns the values of a fake tensor or None, `assume` is called with what had to be assumed.
     """
     rules = _Sequences(known, assume)
     for native, rule in (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from holdfast.forecast.allocator.replay import Replay, replay
+from holdfast.forecast.allocator.replay import Events, Replay, Sizes, replay
 from holdfast.forecast.devices.catalogue import Device
 
 _MIB = 1 << 20
@@ -27,31 +26,26 @@ _FIRST_WITHOUT_OLD_CUDA = (8, 9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Whether a trace fits, and by how much.
+    """How a trace fits.
 
     Args:
-        fits: Whether the whole trace was played within `cap_bytes`.
-        cap_bytes: What the allocator was allowed: the device's memory less the context and the margin.
         margin_bytes: What was kept back for what the forecast does not know.
-        replay: What the allocator did under that cap.
+        replay: What the allocator did under the device's memory less the context and the margin.
         process_bytes: What the process is expected to take: what the allocator held at its peak, and the context.
     """
 
-    fits: bool
-    cap_bytes: int
     margin_bytes: int
     replay: Replay
     process_bytes: int
 
+    @property
+    def fits(self) -> bool:
+        """Whether the whole trace was played."""
+        return self.replay.failed_at is None
+
 
 def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0) -> int:
-    """Return what to keep back where nothing is asked for.
-
-    Args:
-        device: The catalogue's, which may be found with any driver and CUDA, or a calibrated one.
-        uncalibrated_scratch_bytes: Upper bound of the scratch of kernels that the trace could not count; all of it is
-            kept back.
-    """
+    """Return what to keep back where nothing is asked for; what a trace could not count comes on top of it."""
     share = MARGIN_SHARE if device.measured else UNMEASURED_MARGIN_SHARE
     margin = max(LEAST_MARGIN_BYTES, int(share * device.usable_bytes)) + uncalibrated_scratch_bytes
     if device.measured or (device.capability or (0, 0)) >= _FIRST_WITHOUT_OLD_CUDA:
@@ -59,43 +53,24 @@ def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0)
     return margin + max(0, OLD_CONTEXT_BYTES - device.context_bytes)
 
 
-def with_workspaces(
-    events: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64], device: Device
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return a trace that begins with the device's cuBLAS workspaces, which stay for ever.
-
-    They are added behind the other sizes, so that no id changes.
-    """
+def with_workspaces(events: Events, sizes: Sizes, device: Device) -> tuple[Events, Sizes]:
+    """Return a trace that begins with the device's cuBLAS workspaces, which stay for ever."""
     workspaces = np.array(device.workspace_bytes, dtype=np.int64)
     first = np.arange(len(sizes) + 1, len(sizes) + 1 + len(workspaces), dtype=np.int32)
-    return np.concatenate([first, events]), np.concatenate([sizes, workspaces])
+    return np.concatenate([first, events]), np.concatenate([sizes, workspaces])  # behind them: no id changes
 
 
 def check_fit(
-    events: npt.NDArray[np.int32],
-    sizes: npt.NDArray[np.int64],
+    events: Events,
+    sizes: Sizes,
     device: Device,
     *,
     expandable_segments: bool = False,
     margin_bytes: int | None = None,
 ) -> Fit:
-    """Play a trace on a device.
-
-    Args:
-        events: Shape ``(events,)``, as `replay` takes them: several steps, since the first is not the peak.
-        sizes: Shape ``(storages,)``, bytes as requested; workspaces are added here.
-        device: What it has to fit.
-        expandable_segments: As ``PYTORCH_ALLOC_CONF`` has it.
-        margin_bytes: What to keep back; None for `default_margin_bytes`.
-    """
+    """Play a trace of several steps, since the first is not the peak, on a device; workspaces are added here."""
     margin = default_margin_bytes(device) if margin_bytes is None else margin_bytes
-    cap = device.available_bytes - margin
     events, sizes = with_workspaces(events, sizes, device)
+    cap = device.available_bytes - margin
     played = replay(events, sizes, expandable_segments=expandable_segments, cap_bytes=cap)
-    return Fit(
-        fits=not played.failed,
-        cap_bytes=cap,
-        margin_bytes=margin,
-        replay=played,
-        process_bytes=played.peak_reserved_bytes + device.context_bytes,
-    )
+    return Fit(margin_bytes=margin, replay=played, process_bytes=played.peak_reserved_bytes + device.context_bytes)

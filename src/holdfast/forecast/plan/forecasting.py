@@ -50,13 +50,10 @@ class Order:
 
     Args:
         factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
-        devices: For which to plan.
         precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job has now.
-        global_batch_size: Samples of one optimizer step; None: whatever fits at once.
         longest: Length of the longest sample to plan for; None: as in the sample batch.
         margin_bytes: What to keep free; None for a default by device.
         max_grad_norm: Norm to which gradients are clipped; None: they are not.
-        verify: Whether the recommended plan is traced once more.
     """
 
     factory: str
@@ -71,13 +68,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What one more trace, made with the plan's own settings, says.
-
-    Args:
-        live_bytes: The most that tensors held at once in it.
-        forecast_bytes: What was forecast for the same step.
-        fits: Whether it fits the device.
-    """
+    """What one more trace, made with the plan's own settings, says beside what was forecast for the same step."""
 
     live_bytes: int
     forecast_bytes: int
@@ -91,16 +82,9 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """What fits a device.
+    """What fits a device: every plan, the `best` (None if none fits), and the one whose step `trace` is.
 
-    Args:
-        question: What was asked of it.
-        rows: Every plan.
-        best: The one to take; None if none fits.
-        trace: The step of `best`, or of the plan that misses least, as memory sees it.
-        shown: That plan.
-        verification: Of `best`; None if it was not traced.
-        would_do: Where none fits: the smallest device of the catalogue that takes the one that misses least.
+    `verification` is of the best; `would_do` the smallest device of the catalogue that takes what misses least here.
     """
 
     question: Question
@@ -114,14 +98,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The answer to an `Order`.
-
-    Args:
-        order: What was asked.
-        traced: What tracing found, by precision.
-        plans: One for each device.
-        assumptions: What had to be taken for granted, each once.
-    """
+    """The answer to an `Order`: what was traced by precision, a plan for each device, what was taken for granted."""
 
     order: Order
     traced: dict[str, TraceResult]

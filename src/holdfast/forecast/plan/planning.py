@@ -43,11 +43,7 @@ class Row:
     """One plan on one device.
 
     Args:
-        device: Its name.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         optimizer: Implementation, as `Variant.name`; empty if no optimizer is stepped.
-        recompute: ``"none"`` of the blocks, ``"some"`` or ``"all"``.
-        modules: Which.
         allocator: What ``PYTORCH_ALLOC_CONF`` is, `EXPANDABLE` or empty.
         micro_batch_size: The largest that fits, in samples; 0 if not even one does.
         live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without workspaces.
@@ -95,12 +91,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """A job's step with one precision.
+    """A job's step with one precision, at any size or at those that were traced.
 
-    Args:
-        whole: With one forward and backward pass, at any size or at those that were traced.
-        accumulates: Whether a global batch is cut into micro-batches whose gradients are added up, as a guard does;
-            a step that calls backward itself is made with whole batches of the micro-batch's size.
+    `accumulates`: a global batch is cut into micro-batches whose gradients are added up, as a guard does.
     """
 
     whole: ScaledTrace | TracedSizes
@@ -109,13 +102,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked of a device.
-
-    Args:
-        device: Which.
-        global_batch_size: Samples of one optimizer step; None: whatever fits at once.
-        margin_bytes: What to keep free; None for `default_margin_bytes`, which counts in what a trace leaves open.
-    """
+    """What is asked of a device; no global batch size: whatever fits at once; no margin: the default."""
 
     device: Device
     global_batch_size: int | None = None

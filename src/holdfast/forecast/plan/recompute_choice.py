@@ -21,13 +21,7 @@ _MOST_EXCHANGES = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Blocks that do the same, in the order of their forward passes.
-
-    Args:
-        blocks: Their names.
-        dropped_bytes: What each saves between its forward and its backward passes.
-        seconds: What each costs.
-    """
+    """Blocks that do the same, in the order of their forward passes; what each saves and costs."""
 
     blocks: tuple[str, ...]
     dropped_bytes: int
@@ -35,15 +29,9 @@ class _Kind:
 
 
 def choose(trace: Trace, fits: Callable[[Trace], bool], seconds: Callable[[Trace], float]) -> frozenset[str] | None:
-    """Return the blocks to recompute.
+    """Return the names of the blocks to recompute, none if the step fits as it is; None if no choice makes it fit.
 
-    Args:
-        trace: The step at one micro-batch size, without recomputation.
-        fits: Whether a step fits the device.
-        seconds: How long a step takes, or any measure of it.
-
-    Returns:
-        Names of blocks, none if it fits as it is; None if no choice makes it fit.
+    `seconds` returns how long a step takes, or any measure of it.
     """
     search = _Search(trace, fits)
     if search.fits(frozenset()):

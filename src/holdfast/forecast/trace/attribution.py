@@ -154,7 +154,7 @@ class Places:
         module = self._running[-1][1] if self._running else 0
         if not in_backward or (records and self._running):
             # The node is made right before its operation is dispatched, so the first to see a number is its own.
-            self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, (module, line))
+            self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
             return module, line
         node = torch._C._current_autograd_node()
         self._last = self._last if node is None else self._by_sequence.get(node._sequence_nr(), self._last)

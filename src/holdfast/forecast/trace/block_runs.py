@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,21 +13,15 @@ from torch import nn
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.forecast.trace.events import BlockRun
 from holdfast.forecast.trace.recording import Recording
+from holdfast.forecast.trace.storages import Storages, tensors_in
 from holdfast.memory.recompute import find_repeated_blocks
 
-_next_sequence_number = getattr(torch.autograd, "_get_sequence_nr", None)
-_saved_are_readable = hasattr(torch._C._autograd.SavedTensor, "data")
-_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _LEAF = 2**64 - 1  # sequence number of a node that accumulates a leaf's gradient
 _Node = tuple[Any, list[Any]]  # and what it saves
 
 
 def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that could be recomputed: repeated blocks, or else the children that have parameters.
-
-    Returns:
-        Names, as `Policy.recompute` takes them, and modules.
-    """
+    """Return the modules that could be recomputed: repeated blocks, or else the children that have parameters."""
     found: list[tuple[str, nn.Module]] = []
     for prefix, model in models.items():
         children = [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
@@ -36,11 +31,7 @@ def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def modules_named(names: Sequence[str], models: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Return modules by the names that `find_blocks` gives.
-
-    Raises:
-        PolicyError: H412 for a name that no module has.
-    """
+    """Return modules by the names that `find_blocks` gives (H412 for a name that no module has)."""
     known = {
         ".".join(filter(None, (prefix, name))): module
         for prefix, model in models.items()
@@ -57,24 +48,8 @@ def modules_named(names: Sequence[str], models: Mapping[str, nn.Module]) -> list
     return [known[name] for name in names]
 
 
-class Storages(Protocol):
-    """What is asked about storages."""
-
-    record: Recording | None
-
-    def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage, or None if it is not known."""
-
-    def is_parameter(self, number: int) -> bool:
-        """Return whether it is a parameter's."""
-
-
 class BlockRuns:
-    """Record the passes of blocks.
-
-    Args:
-        storages: Knows their numbers, and what is being recorded.
-    """
+    """Record the passes of blocks."""
 
     def __init__(self, storages: Storages) -> None:
         self.names: list[str] = []
@@ -120,7 +95,7 @@ class BlockRuns:
                 operations=(len(record.operations), -1),
                 inputs=tuple(one for one in found if one is not None and not self._storages.is_parameter(one)),
             )
-        self._begun.append((number, run, 0 if _next_sequence_number is None else _next_sequence_number()))
+        self._begun.append((number, run, torch._C._autograd._get_sequence_nr()))
 
     def _end(self, number: int, outputs: Any) -> None:
         while self._begun:
@@ -138,21 +113,21 @@ class BlockRuns:
         numbers = dict.fromkeys(map(self._storages.number_of, tensors))
         kept = tuple(one for one in numbers if one is not None and one in made)
         # Whether a checkpoint, or an offload, of the user's surrounds what is running.
-        packed = _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is not None  # noqa: FBT003
-        nodes = None if packed else _read_nodes(tensors, first_node)
+        packed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003
+        nodes = [] if packed else _read_nodes(tensors, first_node)
         record.block_runs.append(
             replace(
                 run,
                 forward=(first, last),
                 operations=(run.operations[0], len(record.operations)),
                 kept=kept,
-                saved=None if nodes is None else self._saved(kept, nodes),
+                saved=None if packed else self._saved(kept, nodes),
             )
         )
-        values = [value for _, saved in nodes or [] for value in saved]
+        values = [value for _, saved in nodes for value in saved]
         if packed or (values and not any(isinstance(value, torch.Tensor) for value in values)):
             return  # it is recomputed already: a checkpoint of the user's is around or within it
-        _await(_Arrival(record, len(record.block_runs) - 1), tensors, nodes or [])
+        _await(_Arrival(record, len(record.block_runs) - 1), tensors, nodes)
 
     def _saved(self, kept: tuple[int, ...], nodes: list[_Node]) -> tuple[int, ...]:
         """Return which outputs the block's own graph saves."""
@@ -185,21 +160,8 @@ def _await(arrival: _Arrival, outputs: list[torch.Tensor], nodes: list[_Node]) -
             tensor.register_hook(arrival)  # type: ignore[no-untyped-call]
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def _read_nodes(outputs: Iterable[torch.Tensor], first_node: int) -> list[_Node] | None:
+def _read_nodes(outputs: Iterable[torch.Tensor], first_node: int) -> list[_Node]:
     """Return the nodes made since `first_node` and what they save, without unpacking it: that may recompute."""
-    if _next_sequence_number is None or not _saved_are_readable:
-        return None
     pending: list[Any] = [tensor.grad_fn for tensor in outputs]
     seen = {}
     while pending:
@@ -208,7 +170,7 @@ def _read_nodes(outputs: Iterable[torch.Tensor], first_node: int) -> list[_Node]
             continue
         pending += [following for following, _ in node.next_functions]
         values: list[Any] = []
-        for name in _saved_names(type(node)):
+        for name in _saved_names(node.__class__):
             value = getattr(node, name)
             values += value if isinstance(value, (list, tuple)) else (value,)
         held = [getattr(value, "data", None) for value in values]
@@ -216,10 +178,6 @@ def _read_nodes(outputs: Iterable[torch.Tensor], first_node: int) -> list[_Node]
     return list(seen.items())
 
 
-def _saved_names(kind: type) -> list[str]:
-    if kind not in _names:
-        _names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-    return _names[kind]
-
-
-_names: dict[type, list[str]] = {}
+@functools.cache
+def _saved_names(kind: Any) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]

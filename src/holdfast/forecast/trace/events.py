@@ -25,12 +25,7 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp64", "other")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """Something that the trace had to take for granted.
-
-    Args:
-        what: Such as ``"bool(tensor) was taken as True; False needs 3 % less"``.
-        line: Where in the user's code, ``"model.py:31 in forward"``; empty if nowhere.
-    """
+    """Something that the trace had to take for granted, and the user's line, ``"model.py:31 in forward"``, or ""."""
 
     what: str
     line: str = ""
@@ -69,7 +64,6 @@ class Variant:
         name: ``"foreach"``, ``"fused"``, ``"for-loop"``, or ``"as written"`` where the optimizer has no choice.
         call: Which call of an optimizer's ``step`` within the training step, from 0.
         events: First event, and the one after the last.
-        operations: First operation, and the one after the last.
     """
 
     name: str
@@ -107,9 +101,6 @@ class Trace:
         variants: The ways in which the optimizers' steps were made; empty if no optimizer was stepped.
         micro_batch_size: Samples in the traced batch.
         length: Length of its samples, or None.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        route: ``"privateuse1"`` or ``"cpu"``: the fake device.
-        assumptions: What had to be taken for granted.
         uncalibrated_bytes: By how much the peak may be higher: not of all kernels is it known what they allocate for
             themselves.
     """
@@ -230,12 +221,9 @@ def played(
 def live_bytes(
     events: npt.NDArray[np.int32], size_bytes: npt.NDArray[np.int64], granule_bytes: int = 1
 ) -> npt.NDArray[np.int64]:
-    """Return how many bytes live after each event.
+    """Return how many bytes live after each event of `played`, sizes rounded up to granules.
 
-    Args:
-        events: As of `played`, shape ``(events,)``.
-        size_bytes: Of the storages, shape ``(storages,)``.
-        granule_bytes: What sizes are rounded up to; 512 is what CUDA's caching allocator counts as allocated.
+    CUDA's caching allocator counts as allocated in granules of 512 bytes.
     """
     rounded = -(-size_bytes // granule_bytes) * granule_bytes
     return np.cumsum(np.sign(events) * rounded[np.abs(events) - 1], dtype=np.int64)

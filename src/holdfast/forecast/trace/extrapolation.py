@@ -34,14 +34,11 @@ class NotAlignedError(BatchError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledTrace:
-    """A step at any micro-batch size.
+    """A step at any micro-batch size, by that of two that were traced.
 
     Args:
         template: The first trace; everything but sizes and work is the same in both.
-        micro_batch_sizes: The two that were traced.
-        size_bytes: Shape ``(2, storages)``.
-        flops: Shape ``(2, operations)``.
-        moved_bytes: Shape ``(2, operations)``.
+        size_bytes: Shape ``(2, storages)``; `flops` and `moved_bytes` are ``(2, operations)``.
         totals: Shape ``(2, 2)``: the growth of the step and what is not calibrated, in bytes.
     """
 
@@ -108,11 +105,7 @@ class ScaledTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedSizes:
-    """A step at some sizes.
-
-    Args:
-        traces: One for each, the smallest size first.
-    """
+    """A step at some sizes: its `traces`, the smallest size first."""
 
     traces: tuple[Trace, ...]
 
@@ -185,11 +178,7 @@ def most_each(count: int) -> int:
 
 
 def check_aligned(first: Trace, other: Trace) -> None:
-    """Check that two traces of one job do the same things in the same order.
-
-    Raises:
-        NotAlignedError: They do not; the first difference is named.
-    """
+    """Check that two traces of one job do the same in the same order; NotAlignedError names the first difference."""
     difference = _find_difference(first, other)
     if difference is None:
         return

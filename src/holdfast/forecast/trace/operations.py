@@ -28,13 +28,9 @@ _PICKS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_s
 
 
 class Operation(NamedTuple):
-    """An operation as it was dispatched.
+    """An operation as it was dispatched: `name` is an index into `Operations.names`, `dtype` one into `DTYPES`.
 
-    Args:
-        name: Index into `Operations.names`.
-        flops: Floating point operations, by torch's own formulas; 0 where there is none.
-        moved_bytes: Sizes of the tensors that it reads and writes.
-        dtype: Index into `DTYPES`.
+    `flops` follow torch's own formulas, 0 where there is none; `moved_bytes` is what it reads and writes.
     """
 
     name: int

@@ -47,10 +47,9 @@ def implementation_of(optimizer: torch.optim.Optimizer, operations: Iterable[str
 
 @contextlib.contextmanager
 def arranged(optimizer: torch.optim.Optimizer, implementation: str) -> Iterator[None]:
-    """Let the optimizer use another implementation while the context lasts.
+    """Let the optimizer use another implementation while the context lasts, as if it had been built so.
 
-    The step counters lie on the device for the fused one and on the host for the others, as if the optimizer had been
-    built so; `capturable` ones stay on the device.
+    The fused one has its step counters on the device, the others on the host unless they are `capturable`.
     """
     with contextlib.ExitStack() as stack:
         if implementation != "fused":  # what a gradient scaler leaves on an optimizer that unscales by itself
@@ -79,9 +78,5 @@ def _replace(stack: contextlib.ExitStack, values: dict[str, Any], key: str, othe
 
 
 def step_again(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's step once more, without its hooks.
-
-    Raises:
-        Exception: One of `REFUSALS`, if its implementation does not take these parameters.
-    """
+    """Make the optimizer's step once more, without its hooks; raises one of `REFUSALS` if that does not suit it."""
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]

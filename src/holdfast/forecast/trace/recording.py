@@ -63,11 +63,7 @@ _TYPES = {"operation_phase": np.int8, "flops": np.int64, "moved_bytes": np.int64
 class Recording:
     """What happens in a step; storages by their numbers in the ledger.
 
-    Args:
-        resident: What is alive when it begins.
-        survivors: What is alive when it ends.
-        backward_starts: Events before which autograd's engine begins to run.
-        uncalibrated_bytes: As in `Trace`.
+    `resident` lives when it begins, `survivors` when it ends; autograd's engine begins before `backward_starts`.
     """
 
     resident: list[int]
@@ -92,13 +88,10 @@ class Recording:
         self.event_phase.append(phase)
 
     def close(self, first_event: int, size_of: Callable[[int], int]) -> tuple[dict[int, int], list[int]]:
-        """Take out of the last events what does not both begin and end among them.
+        """Take out of the last events, one of several ways of a step, what does not both begin and end among them.
 
-        Another way of making a step may not leave anything behind or take anything away: it is one of several, of
-        which one is made. What it leaves takes the place of what it took away, if the sizes agree.
-
-        Returns:
-            Which storage another now is, and storages that are to be forgotten.
+        What it leaves takes the place of what it took away, if the sizes agree: returned is which storage another now
+        is, and storages that are to be forgotten.
         """
         tail = self.events[first_event:]
         left = dict.fromkeys(event - 1 for event in tail if event > 0)

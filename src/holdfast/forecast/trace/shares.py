@@ -14,13 +14,7 @@ _MOST = 6  # modules and lines that are told
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Bytes at the moment of the live peak, largest first.
-
-    Args:
-        owners: By owner, as in `trace.OWNERS`; they add up to the peak.
-        modules: By path, numbers in it left out as ``*``, but not at its beginning: the largest.
-        lines: By line of the user's code: the largest.
-    """
+    """Bytes at the live peak, largest first: by owner, module (numbers as ``*``) and line of the user's."""
 
     owners: Mapping[str, int]
     modules: Mapping[str, int]

@@ -1,7 +1,6 @@
-"""The storages of a device that are alive, by weak references, and who owns them.
+"""The storages of a device that are alive, by weak references and numbers, and who owns them.
 
-Each has a number from its first operation to its end. Its owner is found by looking where training keeps its tensors,
-whenever that has changed; activations, which are nobody's, are told apart by `recording`.
+The owner is found by looking where training keeps its tensors; activations, nobody's, are known by `recording`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from holdfast.forecast.trace.attribution import Places
-from holdfast.forecast.trace.block_runs import tensors_in
 from holdfast.forecast.trace.recording import OTHER, Ledger, Recording
 
 
@@ -33,12 +31,7 @@ class _Held(weakref.ref[torch.UntypedStorage]):
 
 
 class Storages:
-    """Watch the storages of one device.
-
-    Args:
-        device_type: Of the tensors whose storages are watched.
-        phase: Returns the phase that is running.
-    """
+    """Watch the storages of tensors on one type of device; `phase` returns what is running."""
 
     def __init__(self, device_type: str, phase: Callable[[], int]) -> None:
         self.ledger = Ledger()
@@ -69,11 +62,7 @@ class Storages:
         return device.type == self._device_type
 
     def hold_all(self, out: Any, born: int) -> bool | None:
-        """Watch the storages of what an operation returned, tensors in lists and tuples.
-
-        Returns:
-            Whether one is on the device; None if there are no tensors.
-        """
+        """Watch what an operation returned; return whether a tensor is on the device, None if there are none."""
         if isinstance(out, torch.Tensor):
             return self.hold(out, born)
         here = None
@@ -157,12 +146,7 @@ class Storages:
 
 
 class Owners:
-    """Note the owners of storages in their ledger.
-
-    Args:
-        storages: What is alive.
-        places: Knows the modules.
-    """
+    """Note the owners of storages in their ledger."""
 
     def __init__(self, storages: Storages, places: Places) -> None:
         self._storages = storages
@@ -216,6 +200,17 @@ class Owners:
     def _module_of(self, parameter: torch.Tensor) -> int:
         number = self._storages.number_of(parameter)
         return 0 if number is None else self._storages.ledger.module[number]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast.forecast.kernels.scratch import Scratch, Uncalibrated
 from holdfast.forecast.trace import optimizer_variants
 from holdfast.forecast.trace.attribution import Places
-from holdfast.forecast.trace.block_runs import BlockRuns, tensors_in
+from holdfast.forecast.trace.block_runs import BlockRuns
 from holdfast.forecast.trace.events import Assumption, Trace, Variant
 from holdfast.forecast.trace.operations import Operations
 from holdfast.forecast.trace.recording import BACKWARD, FORWARD, OPTIMIZER, OTHER, Ran, Recording, as_trace
-from holdfast.forecast.trace.storages import Owners, Storages
+from holdfast.forecast.trace.storages import Owners, Storages, tensors_in
 
 _DEVICE = torch.ops.prim.device.default
 ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None]
@@ -37,12 +37,8 @@ class Tracer(TorchDispatchMode):
     """Watch a device while the context lasts; record one step of it by `recording`.
 
     It must be the innermost mode, entered before the tensors of the job are made; those that are already there are
-    found if Python knows them.
-
-    Args:
-        device: Only tensors on devices of its type are watched.
-        scratch: Returns what an operation allocates for itself; takes the overload, its arguments and its result.
-        uncalibrated: Takes down what those figures leave open.
+    found if Python knows them. `scratch` returns what an operation allocates for itself, of its overload, arguments
+    and result; `uncalibrated` takes down what those figures leave open.
     """
 
     supports_higher_order_operators = True
@@ -100,32 +96,20 @@ class Tracer(TorchDispatchMode):
         optimizers: Iterable[torch.optim.Optimizer] = (),
         blocks: Sequence[tuple[str, nn.Module]] = (),
     ) -> None:
-        """Note what owns memory.
-
-        Args:
-            models: Their names begin the paths of their modules; an empty one adds nothing.
-            optimizers: Those whose state is looked at; any other is found when it is stepped.
-            blocks: Names and modules that could be recomputed.
-        """
+        """Note what owns memory: models by the names that begin their modules' paths, optimizers, blocks."""
         self._owners.watch(models or {}, optimizers)
         self._blocks.watch(blocks)
         self._owners.find_all()
 
     def claim(self, tensors: Any, owner: str = "batch") -> None:
-        """Note who owns the storages of tensors, in nested lists, tuples and mappings.
-
-        Args:
-            tensors: Those on other devices are passed over.
-            owner: One of `trace.OWNERS`.
-        """
+        """Note who owns tensors, in nested lists, tuples and mappings; those on other devices are passed over."""
         self._owners.claim(tensors, owner)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record what happens in the context as the template of a step.
 
-        Garbage is collected before and after and not in between, so that a storage in a reference cycle lives to the
-        end of the step, wherever the collector would have come.
+        No garbage is collected within: a reference cycle lives to the end, wherever the collector would have come.
         """
         gc.collect()
         self._places.forget()
@@ -156,12 +140,7 @@ class Tracer(TorchDispatchMode):
                 gc.enable()
 
     def trace(self, **described: Any) -> Trace:
-        """Return the step that was recorded last.
-
-        Args:
-            described: Fields of `Trace`: ``micro_batch_size``, and ``length``, ``precision``, ``route`` and
-                ``assumptions`` where they are not None, fp32, the CPU and none.
-        """
+        """Return the step that was recorded last; `described` are fields of `Trace`."""
         assert self._recorded is not None, "nothing was recorded"
         names = {
             "modules": tuple(self._places.modules),
