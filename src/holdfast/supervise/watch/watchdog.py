@@ -1,6 +1,6 @@
 """Notice that training stands still, find out how and where, and say what is to be done. From outside, without torch.
 
-It polls the boards of the processes that train: what counts is that something moves, not that a process exists. A hang
+It polls the boards of the processes that train: what counts is that something moves, not that it exists. A hang
 is noticed when a phase has stood still for longer than its limit; then stacks are taken twice, a second apart, and if
 nothing moved meanwhile, it is reported. Does not: act on it (``Attempt`` does), or judge stacks (``explain.hangs``).
 """

@@ -60,7 +60,7 @@ class Watched:
         self.standing, self._seen, self._next_age, self.paused = standing, now, 0.0, False
 
     def refresh(self, now: float) -> None:
-        """Find out whether it is there and runs, and read again what it says of itself if it has written that anew."""
+        """Find out whether it is there and runs, and read again what it says of itself if that is new."""
         found = read_process(self.info.pid)
         self.alive = found is not None and found.ticks == self.info.ticks and found.state not in "ZX"
         stopped = found is not None and found.state == "T"
