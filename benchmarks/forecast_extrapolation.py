@@ -29,18 +29,7 @@ _STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What came of one model at one size.
-
-    Args:
-        model: Its name.
-        precision: Of the step.
-        micro_batch_size: Samples; 0 if there is no answer at all.
-        traced_mib: Peak of live bytes in the trace at that size.
-        error_percent: Of the fit, positive if it says too much.
-        reserved_error_percent: The same of the reserved bytes.
-        secant_error_percent: Of the straight line through the peaks.
-        failed: Why there is no answer.
-    """
+    """What came of one model at one size; errors are positive if a forecast says too much."""
 
     model: str
     precision: str

@@ -122,22 +122,6 @@ def mlp(micro_batch_size: int = 256) -> Parts:
     return _classifier(networks.Perceptron(1024, 1024, 6, 10), torch.randn(micro_batch_size, 1024))
 
 
-def accumulated(micro_batch_size: int = 128) -> Parts:
-    """Two passes forward and backward for one step of the optimizer."""
-    job = _classifier(
-        networks.Perceptron(512, 1024, 4, 10), torch.randn(micro_batch_size, 512), kind=torch.optim.RMSprop
-    )
-    loss_fn, optimizer = job.pop("loss_fn"), job["optimizer"]
-
-    def step(batch: Batch) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        for _ in range(2):
-            (loss_fn(batch) / 2).backward()
-        optimizer.step()
-
-    return {**job, "step": step}
-
-
 def contrastive(micro_batch_size: int = 256) -> Parts:
     """One encoder called on two views, every view against every other (InfoNCE): logits of batch by batch."""
     model = networks.Perceptron(512, 1024, 3, 128)
@@ -175,17 +159,6 @@ def unet(micro_batch_size: int = 4) -> Parts:
     return _job(
         model, batch, lambda batch: F.binary_cross_entropy_with_logits(model(batch["images"]), batch["masks"])
     )
-
-
-def conv_tasnet(micro_batch_size: int = 4) -> Parts:
-    """Separation of two speakers in the time domain."""
-    model = networks.ConvTasNet()
-
-    def loss_fn(batch: Batch) -> torch.Tensor:
-        return networks.negative_si_snr(model(batch["mixture"]), batch["sources"])
-
-    batch = {"mixture": torch.randn(micro_batch_size, 8000), "sources": torch.randn(micro_batch_size, 2, 8000)}
-    return _job(model, batch, loss_fn, torch.optim.Adam)
 
 
 def _two_networks(size: int, second: str, critic: nn.Module) -> Parts:
@@ -291,15 +264,15 @@ def vit(micro_batch_size: int = 16) -> Parts:
 
 
 _OWN: tuple[tuple[Callable[..., Parts], Kind, Family], ...] = (
-    *((build, "matrix products", "other") for build in (mlp, accumulated, contrastive, vae)),
+    *((build, "matrix products", "other") for build in (mlp, contrastive, vae)),
     *((build, "matrix products", "transformer") for build in (encoder, encoder_recomputed, lora)),
     (vit, "convolution", "transformer"),
-    *((build, "convolution", "CNN") for build in (resnet, unet, conv_tasnet, dcgan, wgan_gp)),
+    *((build, "convolution", "CNN") for build in (resnet, unet, dcgan, wgan_gp)),
     *((build, "fused RNN", "RNN") for build in (lstm, gru)),
     (tacotron, "Tacotron 2", "RNN"),
 )
-_CLIPPED = {"mlp": 1.0, "conv_tasnet": 5.0, "tacotron": 1.0}
-_OWN_STEPS = {"accumulated", "dcgan", "wgan_gp"}
+_CLIPPED = {"mlp": 1.0, "tacotron": 1.0}
+_OWN_STEPS = {"dcgan", "wgan_gp"}
 _HUGGING_FACE = "benchmarks.forecast_transformers"
 _TRANSFORMERS: tuple[tuple[str, Kind, int], ...] = (
     *((name, "matrix products", 4) for name in ("pegasus", "llama_sdpa", "llama_eager", "gpt2", "t5")),

@@ -103,71 +103,8 @@ class UNet(nn.Module):
         return found
 
 
-class SeparationBlock(nn.Module):
-    """A dilated depthwise separable convolution, residual and skip outputs; takes ``(batch, channels, time)``."""
-
-    def __init__(self, channels: int, hidden: int, dilation: int) -> None:
-        super().__init__()
-        self.widen = nn.Sequential(nn.Conv1d(channels, hidden, 1), nn.PReLU(), nn.GroupNorm(1, hidden))
-        self.each = nn.Sequential(
-            nn.Conv1d(hidden, hidden, 3, padding=dilation, dilation=dilation, groups=hidden),
-            nn.PReLU(),
-            nn.GroupNorm(1, hidden),
-        )
-        self.residual = nn.Conv1d(hidden, channels, 1)
-        self.skip = nn.Conv1d(hidden, channels, 1)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.each(self.widen(x))
-        return x + self.residual(hidden), self.skip(hidden)
-
-
-class ConvTasNet(nn.Module):
-    """A learnt basis, masks by dilated convolutions, and the basis back; takes ``(batch, time)``."""
-
-    def __init__(self, sources: int = 2, basis: int = 128, channels: int = 64, repeats: int = 2) -> None:
-        super().__init__()
-        self.sources, self.basis = sources, basis
-        self.encoder = nn.Conv1d(1, basis, 16, stride=8, bias=False)
-        self.norm = nn.GroupNorm(1, basis)
-        self.narrow = nn.Conv1d(basis, channels, 1)
-        self.blocks = nn.ModuleList(
-            SeparationBlock(channels, 2 * channels, 2**power) for _ in range(repeats) for power in range(4)
-        )
-        self.mask = nn.Sequential(nn.PReLU(), nn.Conv1d(channels, sources * basis, 1))
-        self.decoder = nn.ConvTranspose1d(basis, 1, 16, stride=8, bias=False)
-
-    def forward(self, mixture: torch.Tensor) -> torch.Tensor:
-        encoded = F.relu(self.encoder(mixture.unsqueeze(1)))
-        hidden = self.narrow(self.norm(encoded))
-        total = torch.zeros_like(hidden)
-        for block in self.blocks:
-            hidden, skip = block(hidden)
-            total = total + skip
-        batch, _, frames = encoded.shape
-        mask = torch.sigmoid(self.mask(total)).view(batch, self.sources, self.basis, frames)
-        masked = (mask * encoded.unsqueeze(1)).view(batch * self.sources, self.basis, frames)
-        return self.decoder(masked).view(batch, self.sources, -1)
-
-
-def negative_si_snr(estimate: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return minus the scale-invariant signal-to-noise ratio in decibels, mean over everything but time."""
-    estimate = estimate - estimate.mean(dim=-1, keepdim=True)
-    target = target - target.mean(dim=-1, keepdim=True)
-    scale = (estimate * target).sum(-1, keepdim=True) / (target.pow(2).sum(-1, keepdim=True) + 1e-8)
-    projection = scale * target
-    ratio = projection.pow(2).sum(-1) / ((estimate - projection).pow(2).sum(-1) + 1e-8)
-    return -10 * torch.log10(ratio + 1e-8).mean()
-
-
 class Encoder(nn.Module):
-    """torch's own encoder layers and a classifier of their mean; takes ``(batch, length, width)``.
-
-    Args:
-        width: Of the model.
-        depth: Layers.
-        recomputed: Every layer is checkpointed.
-    """
+    """torch's own encoder layers and a classifier of their mean; takes ``(batch, length, width)``."""
 
     def __init__(self, width: int = 256, depth: int = 4, *, recomputed: bool = False) -> None:
         super().__init__()
@@ -286,12 +223,7 @@ class Generator(nn.Sequential):
 
 
 class Discriminator(nn.Sequential):
-    """Images to logits by strided convolutions; takes ``(batch, 3, 32, 32)``.
-
-    Args:
-        width: Channels of the first layer.
-        normalised: With BatchNorm, as DCGAN; a gradient penalty goes without.
-    """
+    """Images to logits by strided convolutions, ``(batch, 3, 32, 32)``; a gradient penalty goes without BatchNorm."""
 
     def __init__(self, width: int = 32, *, normalised: bool = True) -> None:
         layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 2, 1), nn.LeakyReLU(0.2)]

@@ -32,18 +32,7 @@ _RECOMPUTED_ALREADY = "encoder_recomputed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What came of one choice.
-
-    Args:
-        model: Its name.
-        family: Of the model.
-        blocks: How many could be recomputed.
-        recomputed: Names of those that were.
-        traced_mib: Peak of live bytes in the trace with them.
-        error_percent: Of the edited events, positive if they say too much.
-        reserved_error_percent: The same of the reserved bytes.
-        failed: Why there is no answer.
-    """
+    """What came of one choice; errors are positive if the edited events say too much."""
 
     model: str
     family: str

@@ -44,7 +44,7 @@ _TARGET_BYTES = 3 * GIB
 _CAPS_GIB = (8, 16, 24, 40, 80)
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _DECIDED = (
-    "llama_sdpa", "resnet", "encoder", "pegasus", "unet", "tacotron", "bert", "conv_tasnet", "gpt2", "lstm", "vit",
+    "llama_sdpa", "resnet", "encoder", "pegasus", "unet", "tacotron", "bert", "vae", "gpt2", "lstm", "vit",
     "whisper", "llama_eager", "t5",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Functions of the user's that a command is told by name: ``module:function`` or ``file.py:function``."""
+"""Functions of the user's that a command is given by name: ``module:function`` or ``file.py:function``."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from holdfast.report.forecast_words import (
 )
 from holdfast.report.offline_page import as_html, fill_page, plot
 
-# Okabe and Ito's palette, which can be told apart with any kind of colour vision; in the order of `OWNERS`.
+# Okabe and Ito's palette, which can be distinguished with any kind of colour vision; in the order of `OWNERS`.
 _COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#f0e442", "#e69f00", "#999999", "#bbbbbb")
 _LIMIT_COLOUR = "#d55e00"
 _MOST_POINTS = 1000  # of each curve; the least and the most of each stretch are kept
@@ -60,7 +60,7 @@ def render(forecast: Forecast, *, now: datetime | None = None) -> str:
 
 
 def memory_figure(plan: DevicePlan) -> dict[str, Any]:
-    """Return plotly's figure of what lives over one step, stacked by owner, below what the device can give."""
+    """Return plotly's figure of what is alive over one step, stacked by owner, below what the device can give."""
     live = live_by_owner(plan.trace, plan.shown.optimizer)
     phases = plan.trace.event_phase[events_played(plan.trace, plan.shown.optimizer)]
     shown = thinned(live.sum(axis=0))

@@ -22,8 +22,8 @@ FACTORIES = Path(__file__).parents[1] / "forecast" / "forecast_factories.py"
 
 
 def call(*arguments: object, factory: str = "transformer") -> Result:
-    told = ["plan", f"{FACTORIES}:{factory}", *map(str, arguments)]
-    return CliRunner().invoke(make_app("plan"), told)
+    shown = ["plan", f"{FACTORIES}:{factory}", *map(str, arguments)]
+    return CliRunner().invoke(make_app("plan"), shown)
 
 
 def refused(*arguments: object, factory: str = "transformer") -> dict[str, Any]:
@@ -102,19 +102,19 @@ def test_the_parent_loads_no_torch():
 
 
 def test_the_table_tells_each_plan_and_what_to_take(capsys):
-    """Every row is in the table; the recommended plan is told as a policy, and what was assumed with its lines."""
+    """Every row is in the table; the recommended plan is given as a policy, and what was assumed with its lines."""
     forecast = make_plans(small_device(400))
     (plan,) = forecast.plans
-    told = printed(forecast, capsys)
+    shown = printed(forecast, capsys)
     best = plan.best
     assert best is not None
-    assert sum(line.startswith("│ fp32") for line in told.splitlines()) == len(plan.rows) == 12
-    assert f"Policy(precision='fp32', recompute={list(best.modules) or True!r}, micro_batch_size='auto'" in told
-    assert f"forecast_micro_batch_size={best.micro_batch_size}, forecast_peak_bytes={best.live_bytes})" in told
-    assert "tensors hold 0.98 GiB, the forecast said 0.98 GiB (+0.10%)" in told
-    assert "(at model.py:31 in forward, model.py:40 in forward)" in told
-    assert "CatVTON" in told  # where the figures of the device are from
-    assert "lines: model.py:7 in forward" in told
+    assert sum(line.startswith("│ fp32") for line in shown.splitlines()) == len(plan.rows) == 12
+    assert f"Policy(precision='fp32', recompute={list(best.modules) or True!r}, micro_batch_size='auto'" in shown
+    assert f"forecast_micro_batch_size={best.micro_batch_size}, forecast_peak_bytes={best.live_bytes})" in shown
+    assert "tensors hold 0.98 GiB, the forecast said 0.98 GiB (+0.10%)" in shown
+    assert "(at model.py:31 in forward, model.py:40 in forward)" in shown
+    assert "CatVTON" in shown  # where the figures of the device are from
+    assert "lines: model.py:7 in forward" in shown
 
 
 def test_nothing_fits_says_what_would_do(capsys):
@@ -122,11 +122,11 @@ def test_nothing_fits_says_what_would_do(capsys):
     forecast = make_plans(small_device(60, "tiny"))
     (plan,) = forecast.plans
     assert plan.best is None
-    told = printed(forecast, capsys)
-    assert "Nothing fits tiny, not even one sample; it has 60.0 MiB" in told
+    shown = printed(forecast, capsys)
+    assert "Nothing fits tiny, not even one sample; it has 60.0 MiB" in shown
     assert plan.would_do is not None
-    assert f"the smallest device that would do: {plan.would_do}" in told
-    assert "[H420]" in told
+    assert f"the smallest device that would do: {plan.would_do}" in shown
+    assert "[H420]" in shown
     facts = as_json(forecast)["devices"][0]
     assert facts["recommended"] is None
     assert facts["missing_bytes"] == plan.shown.missing_bytes > 0
@@ -136,10 +136,10 @@ def test_nothing_fits_says_what_would_do(capsys):
 def test_json_holds_every_figure():
     """The rows of all devices in one list, owners that add up to the peak, the policy and where figures are from."""
     forecast = make_plans(small_device(400, "one"), small_device(800, "two"))
-    told = json.loads(json.dumps(as_json(forecast)))
-    assert {row["device"] for row in told["rows"]} == {"one", "two"}
-    assert min(row["relative_time"] for row in told["rows"] if row["micro_batch_size"]) == 1.0
-    for device, plan in zip(told["devices"], forecast.plans, strict=True):
+    shown = json.loads(json.dumps(as_json(forecast)))
+    assert {row["device"] for row in shown["rows"]} == {"one", "two"}
+    assert min(row["relative_time"] for row in shown["rows"] if row["micro_batch_size"]) == 1.0
+    for device, plan in zip(shown["devices"], forecast.plans, strict=True):
         assert plan.best is not None
         assert sum(device["owners"]["owners"].values()) <= plan.best.live_bytes
         assert sum(device["owners"]["owners"].values()) > 0.99 * plan.best.live_bytes
@@ -172,12 +172,12 @@ def test_a_plan_is_made_written_and_drawn(tmp_path):
         "--out", out, "--html", page, "--json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    (device,) = told["devices"]
+    shown = json.loads(result.stdout)
+    (device,) = shown["devices"]
     assert 1 <= device["recommended"]["micro_batch_size"] < 4096
     assert device["verified"]["fits"]
     assert abs(device["verified"]["error"]) < 0.005
-    assert {row["recompute"] for row in told["rows"]} == {"none", "some", "all"}
+    assert {row["recompute"] for row in shown["rows"]} == {"none", "some", "all"}
     assert any("forecast_factories.py" in line for line in device["owners"]["lines"])
     assert yaml.safe_load(out.read_text()) == device["recommended"]["policy"]
     assert "memory-0" in page.read_text()
@@ -186,7 +186,7 @@ def test_a_plan_is_made_written_and_drawn(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 def test_lengths_are_planned_for_the_longest(tmp_path):
-    """A batch of the longest samples leaves room for fewer of them than the sample batch's own length."""
+    """A batch of the longest samples leaves memory for fewer of them than the sample batch's own length."""
     (tmp_path / "lengths.txt").write_text("12\n256\n\n40\n")
     common = ["--device", "1500MiB", "--margin", "100MiB", "--precision", "fp32", "--no-verify", "--json"]
     long, short = (
@@ -268,9 +268,9 @@ def test_a_precision_in_which_the_step_does_not_run_is_left_out(tmp_path):
     command = ["plan", f"{tmp_path / 'job.py'}:build", "--device", "L4", "--global-batch-size", "8", "--json"]
     result = CliRunner().invoke(make_app("plan"), [*command, "--no-verify"])
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert {row["precision"] for row in told["rows"]} == {"fp32"}
-    assert any(one["what"].startswith("bf16 was left out") for one in told["assumptions"])
+    shown = json.loads(result.stdout)
+    assert {row["precision"] for row in shown["rows"]} == {"fp32"}
+    assert any(one["what"].startswith("bf16 was left out") for one in shown["assumptions"])
     alone = CliRunner().invoke(make_app("plan"), [*command, "--precision", "bf16"])
     assert alone.exit_code == 2
     assert "in bf16, under autocast" in alone.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from typing import Any
@@ -24,18 +23,6 @@ def mlp() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
     batch = (torch.randn(8, 64), torch.randint(10, (8,)))
     return _job(model, batch, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]))
-
-
-def mlp_on_cuda() -> dict[str, Any]:
-    """Say ``cuda`` as one does on a machine that has it, and move the batch in the step."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10)).to(device)
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        x, y = (tensor.to(device) for tensor in batch)
-        return functional.cross_entropy(model(x), y)
-
-    return _job(model, (torch.randn(8, 64), torch.randint(10, (8,))), loss_fn)
 
 
 class Transformer(nn.Module):
@@ -197,21 +184,6 @@ def listed() -> dict[str, Any]:
     return _job(
         model, [{"x": torch.zeros(512, 64), "y": torch.zeros(512, dtype=torch.long)} for _ in range(4)], loss_fn
     )
-
-
-def frozen() -> dict[str, Any]:
-    """Train an adapter on frozen layers."""
-    base, adapter = nn.Linear(32, 32).requires_grad_(requires_grad=False), nn.Linear(32, 32)
-    model = nn.ModuleDict({"base": base, "adapter": adapter})
-    optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-3)
-    return {"model": model, "optimizer": optimizer, "batch": torch.randn(4, 32),
-            "loss_fn": lambda batch: (base(batch) + adapter(batch)).square().mean()}  # fmt: skip
-
-
-def opens_a_port() -> dict[str, Any]:
-    """Listen where no other process may, as torch.distributed's store does."""
-    listener = socket.create_server(("127.0.0.1", int(os.environ["FORECAST_PORT"])))
-    return {**mlp(), "listener": listener}
 
 
 def casts_itself() -> dict[str, Any]:

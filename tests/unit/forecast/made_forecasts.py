@@ -1,4 +1,4 @@
-"""Forecasts for the tests of what is told of them: of made steps, without a process that traces."""
+"""Forecasts for the tests of how they are presented: of made steps, without a process that traces."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_steps_in_a_row_free_what_they_allocate(edit, variant):
     ends = []
     for steps in (1, 2, 5):
         events, sizes = played(both, steps, variant)
-        replay(events, sizes)  # raises for what is freed twice, or lives when it is allocated
+        replay(events, sizes)  # raises for what is freed twice, or alive when it is allocated
         ends.append(int(live_bytes(events, sizes)[-1]))
     assert len(set(ends)) == 1
 
@@ -79,7 +79,7 @@ def test_the_whole_batch_waits_on_the_device():
     assert live_by_owner(with_accumulation(trace, 16))[BATCH, -1] == live_by_owner(trace)[BATCH, -1]
 
 
-def test_the_batch_is_let_go_whichever_implementation_makes_the_step():
+def test_the_batch_is_freed_whichever_implementation_makes_the_step():
     """A batch freed right after the last implementation of the optimizer piles up with none of them."""
     plain = make_step(BLOCKS, 4, optimizer_bytes=5000)
     both = with_accumulation(with_batch(plain, plain.variants[-1].events[1]), 4000)

@@ -262,7 +262,7 @@ def test_replay_says_where_memory_ran_out() -> None:
 
 @pytest.mark.parametrize(("events", "text"), [([1, 1], "allocates storage 0"), ([-1], "frees storage 0")])
 def test_replay_refuses_a_trace_that_cannot_be(events: list[int], text: str) -> None:
-    """A storage that is allocated twice or freed before it lives is an error, never a silent count."""
+    """A storage that is allocated twice or freed before it is there is an error, never a silent count."""
     with pytest.raises(ValueError, match=text):
         replay(np.array(events, dtype=np.int32), np.array([512]))
 

@@ -60,6 +60,6 @@ def test_the_command_writes_what_plans_read(tmp_path: Path, monkeypatch: pytest.
     assert "8.0 TFLOPS" in found.output
     assert find_device("Test") == device
     path = tmp_path / "mine.json"
-    told = CliRunner().invoke(make_app("calibrate"), ["calibrate", "--json", "--out", str(path)])
-    assert json.loads(told.stdout) == {"file": str(path), "device": "NVIDIA Test"}
+    printed = CliRunner().invoke(make_app("calibrate"), ["calibrate", "--json", "--out", str(path)])
+    assert json.loads(printed.stdout) == {"file": str(path), "device": "NVIDIA Test"}
     assert find_device(str(path)) == device

@@ -81,7 +81,7 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "said"),
     [
         ("RTX 4900", "RTX 4090"),
         ("A100", "A100-40GB, A100-80GB"),
@@ -93,9 +93,9 @@ def test_sizes() -> None:
         ("", "known are"),
     ],
 )
-def test_an_unknown_device(text: str, told: str) -> None:
+def test_an_unknown_device(text: str, said: str) -> None:
     """The error names the nearest devices, or what a size looks like, and the rule H416."""
-    with pytest.raises(PolicyError, match=told) as caught:
+    with pytest.raises(PolicyError, match=said) as caught:
         find_device(text)
     assert caught.value.rule == "H416"
 
@@ -121,7 +121,7 @@ def test_a_calibrated_device_comes_before_the_catalogue() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "said"),
     [
         (None, "No such file"),
         ("not json", "Expecting value"),
@@ -133,7 +133,7 @@ def test_a_calibrated_device_comes_before_the_catalogue() -> None:
         ({"bandwidth": 0}, "above 0"),
     ],
 )
-def test_a_file_that_is_none_of_ours(tmp_path: Path, change: object, told: str) -> None:
+def test_a_file_that_is_none_of_ours(tmp_path: Path, change: object, said: str) -> None:
     """A missing, damaged or foreign file is an error that names the file and what is wrong with it."""
     path = tmp_path / "device.json"
     if isinstance(change, str):
@@ -141,7 +141,7 @@ def test_a_file_that_is_none_of_ours(tmp_path: Path, change: object, told: str) 
     elif isinstance(change, dict):
         save_device(find_device("T4"), path)
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(PolicyError, match=told) as caught:
+    with pytest.raises(PolicyError, match=said) as caught:
         find_device(str(path))
     assert caught.value.rule == "H416"
     assert str(path) in caught.value.what

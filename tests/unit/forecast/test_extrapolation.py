@@ -76,7 +76,7 @@ def test_a_peak_that_moves_is_exact_where_the_secant_is_far_too_low() -> None:
 
 
 def test_sizes_that_grow_unevenly_are_rounded_up_and_said() -> None:
-    """A storage that grows by a fraction of a byte per sample is rounded up, and the share of such is told."""
+    """A storage that grows by a fraction of a byte per sample is rounded up, and the share of such is said."""
     base = one_storage_each(2)
     two = replace(base, size_bytes=np.array([100, 1000]), micro_batch_size=2)
     four = replace(base, size_bytes=np.array([101, 2000]), micro_batch_size=4)

@@ -143,13 +143,6 @@ def test_hooks_of_backward_are_traced_as_they_run(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_each_part_of_a_batch_runs_backward_if_hooks_step() -> None:
-    """That a hook stepped an optimizer in the first part is no reason to take the function for a whole step."""
-    whole, parts = (traced_peak(half_in_backward, count) for count in (1, 2))
-    assert abs(parts / whole - 1) < 0.02, "only the activations of half a batch are missing"
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 @pytest.mark.parametrize("name", ["adamw_in_backward", "hooks_on_what_is_no_leaf"])
 def test_hooks_come_with_a_model_to_the_fake_accelerator(name: str) -> None:

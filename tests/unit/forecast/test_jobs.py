@@ -144,7 +144,7 @@ def test_a_name_that_leads_nowhere_is_refused(name: str) -> None:
 
 
 def test_the_line_of_an_error_is_the_users_own() -> None:
-    """An error deep in torch is told by the innermost line outside torch and holdfast."""
+    """An error deep in torch names the innermost line outside torch and holdfast."""
     with pytest.raises(RuntimeError) as caught:
         nn.Linear(3, 2)(torch.zeros(4, 5))
     assert line_of(caught.value).endswith("in test_the_line_of_an_error_is_the_users_own")
@@ -197,8 +197,8 @@ def said_of(job: Job) -> str:
     return " | ".join(assumption.what for assumption in job.assumptions)
 
 
-@pytest.mark.parametrize("told", ["nobody", "step", "factory"])
-def test_a_length_that_nobody_is_told_of_is_refused(told: str) -> None:
+@pytest.mark.parametrize("taker", ["nobody", "step", "factory"])
+def test_a_length_that_nobody_takes_is_refused(taker: str) -> None:
     """A step that makes its own batch gets the length, or its factory did, or it is refused."""
     seen: list[int | None] = []
 
@@ -214,11 +214,13 @@ def test_a_length_that_nobody_is_told_of_is_refused(told: str) -> None:
             step(batch_size)
 
         seen.append(length)
-        return {"model": model, "optimizer": optimizer, "step": step_of_length if told == "step" else step}
+        return {"model": model, "optimizer": optimizer, "step": step_of_length if taker == "step" else step}
 
-    factory = {"nobody": lambda: made(None), "step": lambda: made(None), "factory": lambda length: made(length)}[told]
+    factory = {"nobody": lambda: made(None), "step": lambda: made(None), "factory": lambda length: made(length)}[
+        taker
+    ]
     with job_of(factory, length=50) as job:
-        if told == "nobody":
+        if taker == "nobody":
             with pytest.raises(BatchError, match="takes no length, and 50 was asked for") as caught:
                 job.settle(2, 50)
             assert caught.value.rule == "H413"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +21,12 @@ from holdfast.forecast.plan.planning import (
     Question,
     Row,
     Steps,
-    check_row,
     nearest_miss,
     plan_rows,
     recommended,
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
-from holdfast.forecast.trace.events import Assumption, Trace, played
+from holdfast.forecast.trace.events import Assumption, played
 from holdfast.forecast.trace.extrapolation import TracedSizes, fit
 from holdfast.forecast.trace.recomputation import with_recompute
 
@@ -97,9 +95,9 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
 
 def test_every_combination_has_a_row():
     """Each implementation of the optimizer meets each mode of the allocator, and each choice of recomputation."""
-    told: list[Row] = []
-    rows = plan_rows({"fp32": steps(), "bf16": steps()}, ask(200, 64), told.append)
-    assert told == rows
+    seen: list[Row] = []
+    rows = plan_rows({"fp32": steps(), "bf16": steps()}, ask(200, 64), seen.append)
+    assert seen == rows
     found = {(row.precision, row.optimizer, row.allocator, row.recompute) for row in rows}
     assert len(found) == len(rows) == 2 * 2 * 2 * 3
     assert {row.allocator for row in rows} == {"", EXPANDABLE}
@@ -162,18 +160,6 @@ def test_the_fastest_is_recommended_and_of_equals_the_smallest_change(better, wo
         assert recommended(rows) == row(**better)
 
 
-def test_a_trace_of_the_plan_itself_is_held_against_it():
-    """The same step fits by itself, one of twice the size does not."""
-    step, question = steps(), ask(200, 64)
-    found = plan_rows({"fp32": step}, question)[0]
-    traced = make_step(BLOCKS, found.micro_batch_size, optimizer_bytes=MIB)
-    fits, live = check_row(found, traced, question)
-    assert fits.fits
-    assert live == found.live_bytes
-    larger: Trace = make_step(BLOCKS, 2 * found.micro_batch_size, optimizer_bytes=MIB)
-    assert not check_row(found, larger, question)[0].fits
-
-
 def test_a_device_without_bf16_is_not_planned_for_with_it():
     """A T4 gets rows in fp16 only, unless bf16 is all that was asked for; an L4 gets both."""
     order = Order(factory="train.py:build", devices=(), margin_bytes=0)
@@ -217,17 +203,6 @@ def test_a_list_of_samples_is_planned_as_it_was_traced() -> None:
     assert plan.verification is not None
     assert (plan.best.micro_batch_size, plan.verification.error) == (12, 0.0)
     assert any("planned for no others, since otherwise" in said.what for said in found.assumptions)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
-def test_precisions_are_traced_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build() that opens a port opens it for each precision: no process still has it, and none is built twice."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        monkeypatch.setenv("FORECAST_PORT", str(free.getsockname()[1]))
-    factory = f"{Path(__file__).with_name('forecast_factories.py')}:opens_a_port"
-    found = make_forecast(Order(factory=factory, devices=(device(400),), global_batch_size=4, verify=False))
-    assert {name: traced.weights for name, traced in found.traced.items()} == {"fp32": "fake", "bf16": "fake"}
 
 
 @pytest.mark.slow

@@ -173,3 +173,18 @@ def test_a_large_tensor_is_one_question() -> None:
         assert (array.dtype, mask.dtype) == (np.float32, np.bool_)
         assert np.shape(torch.ones(2, 3, device="cuda").mul(x[0, 0, 0]).tolist()) == (2, 3)
         assert len(device.assumptions) <= 3
+
+
+def test_bitsandbytes_is_imported_as_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import, which peft triggers, looks for a GPU's libraries where ``torch.cuda`` answers, and reads values."""
+    (tmp_path / "bitsandbytes.py").write_text(
+        "import ctypes, torch\n"
+        "assert torch.linspace(0, 1, 4).numpy().tolist()[-1] == 1\n"
+        "if torch.cuda.is_available():\n"
+        "    ctypes.CDLL('libbitsandbytes_cuda.so')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with forecast_device():
+        import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401
+
+        assert torch.cuda.is_available()

@@ -148,7 +148,7 @@ def test_the_peak_is_that_of_the_chosen_optimizer() -> None:
 
 
 def test_who_owns_the_peak_is_said_largest_first() -> None:
-    """Parameters, gradients, activations and what an optimizer takes are told apart at the peak of each variant."""
+    """Parameters, gradients, activations and an optimizer's needs are distinguished at the peak of each variant."""
     trace = small_trace()
     assert dict(owners_at_peak(trace)) == {"other": 2000, "parameters": 1000, "gradients": 1000}
     assert list(owners_at_peak(trace, variant="fused").items()) == [

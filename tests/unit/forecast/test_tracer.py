@@ -250,7 +250,7 @@ def test_owners_have_their_exact_bytes() -> None:
 
 
 def test_activations_and_backward_carry_line_and_module_of_the_forward_pass() -> None:
-    """What backward allocates for an operation is told by the line and the module that ran its forward pass."""
+    """What backward allocates for an operation carries the line and the module that ran its forward pass."""
     fake = traced(plain)
     births = fake.events[fake.events > 0] - 1
     backward = births[fake.event_phase[fake.events > 0] == PHASES.index("backward")]

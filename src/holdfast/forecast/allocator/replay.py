@@ -68,7 +68,7 @@ def replay(
             if event > 0:
                 size = rounded[event - 1]
                 if live[event - 1] is not None:
-                    raise ValueError(f"event {index} allocates storage {event - 1}, which lives")
+                    raise ValueError(f"event {index} allocates storage {event - 1}, which is alive")
                 if size:
                     live[event - 1] = allocate(size)
             else:
@@ -89,7 +89,7 @@ def replay(
 
 
 def live_peak_bytes(events: Events, sizes: Sizes) -> int:
-    """Return the most that lives at once, rounded as the allocator rounds: no cap below it can do."""
+    """Return the most that is alive at once, rounded as the allocator rounds: no cap below it can do."""
     if not len(events):
         return 0
     return int(np.cumsum(np.sign(events) * round_sizes(sizes)[np.abs(events) - 1]).max())

@@ -71,7 +71,7 @@ class Job:
         self.models = {"" if name == "model" else name: model for name, model in built.models.items()}
         self.optimizers = built.optimizers
         self.blocks = find_blocks(self.models)
-        self.claim: Callable[[Any], object] = lambda _: None  # told about each batch that is made
+        self.claim: Callable[[Any], object] = lambda _: None  # called with each batch that is made
         self.assumptions: list[Assumption] = []
         self.casts = False  # whether it has an autocast of its own; known after `settle`
         self._device = device
@@ -261,7 +261,7 @@ class Job:
         if sample is None and length is not None and not self._takes_length:
             raise BatchError(
                 f"the step{self._place_of_function} takes no length, and {length} was asked for",
-                limit="a step that makes its own batch must be told how long its samples are",
+                limit="a step that makes its own batch must be given the length of its samples",
                 fix="write step(batch_size, length=...), or build(length=...).",
                 rule="H413",
             )

@@ -63,7 +63,7 @@ class Uncalibrated:
         self._while_running = max(self._while_running, excess)
 
     def note_kept(self, name: str, excess: int) -> None:
-        """Take down something that lives until the backward pass and may be larger by that much."""
+        """Take down something that is kept until the backward pass and may be larger by that much."""
         self.calls[name] += 1
         self._kept += excess
 

@@ -107,7 +107,7 @@ class Forecast:
 
 
 class Watcher:
-    """Is told how far a forecast is; this one ignores it."""
+    """Follows how far a forecast is; this one ignores it."""
 
     def traced(self, doing: str) -> None:
         """A step is being traced."""

@@ -230,7 +230,7 @@ def _tensors_of_batch(trace: Trace) -> int:
 
 
 def _found(trace: Trace) -> list[tuple[int, int, int]]:
-    """Return owner, module and size of what lives before the step, as far as no batch changes it."""
+    """Return owner, module and size of what is alive before the step, as far as no batch changes it."""
     found = np.array(trace.resident, dtype=np.int64)
     found = found[np.isin(trace.owner[found], _OF_ANY_SIZE)]
     columns = (trace.owner, trace.module, trace.size_bytes)

@@ -63,7 +63,7 @@ _TYPES = {"operation_phase": np.int8, "flops": np.int64, "moved_bytes": np.int64
 class Recording:
     """What happens in a step; storages by their numbers in the ledger.
 
-    `resident` lives when it begins, `survivors` when it ends; autograd's engine begins before `backward_starts`.
+    `resident` is alive when it begins, `survivors` when it ends; autograd's engine begins before `backward_starts`.
     """
 
     resident: list[int]

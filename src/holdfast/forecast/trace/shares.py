@@ -1,4 +1,4 @@
-"""Who owns the peak of a step, told so that it can be read: modules that repeat are added up."""
+"""Who owns the peak of a step, in few numbers: modules that repeat are added up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from holdfast.forecast.trace.events import Trace, owners_at_peak
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_MOST = 6  # modules and lines that are told
+_MOST = 6  # modules and lines that are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

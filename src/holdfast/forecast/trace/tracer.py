@@ -109,7 +109,7 @@ class Tracer(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """Record what happens in the context as the template of a step.
 
-        No garbage is collected within: a reference cycle lives to the end, wherever the collector would have come.
+        No garbage is collected within: a reference cycle is kept to the end, wherever the collector would have come.
         """
         gc.collect()
         self._places.forget()
