@@ -68,7 +68,8 @@ def test_a_run_that_a_leak_has_ended_is_told_so(tmp_path: Path) -> None:
     """When memory has run out, the verdict is the leak, and the line stands first in what to do."""
     run = tmp_path / "run"
     command = [*CLI, "--run-dir", str(run), "--max-restarts", "0", "--", sys.executable, str(PROGRAM), "5000", "256"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         request(run, process.poll)
         _, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
     assert process.returncode not in (0, None), errors

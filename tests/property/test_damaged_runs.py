@@ -113,7 +113,7 @@ def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(whole, na
             supervisor = Supervisor(
                 Plan(command=("true",), program="/bin/true", run=run, budgets=Budgets()), quiet=True
             )
-            supervisor.tell("here")
+            supervisor.emit("here")
             assert "here" in {event.kind for event in read_events(run / SUPERVISOR_FOLDER)}
             supervisor._folder.close()
         except RunDirectoryError:

@@ -69,7 +69,9 @@ class LeakTracer:
                 else:
                     found = find_leaks(census, frames, stride * (_LOOKS - 1))
         except MemoryError as error:
-            self._emit("leak_trace", found=0, steps=self._steps, why=str(error), request=self._answered)
+            self._emit(
+                "leak_trace", found=0, steps=self._steps, why=str(error) or "no memory left", request=self._answered
+            )
             return
         finally:
             frames.clear()
