@@ -278,16 +278,3 @@ def test_the_line_that_adds_is_found(tmp_path: Path, text: str, name: str, kind:
     file.write_text(text)
     found = Lines([str(file)], float("inf")).keeping([Step(kind, name, file=str(file))])
     assert found.startswith(f"{file}:{line} in ") if line else not found
-
-
-# --- verdicts -----------------------------------------------------------------------------------------------------
-
-
-def test_a_leak_is_the_cause_only_where_memory_ran_out() -> None:
-    """Killed for memory with a traced leak is that leak, with its line; a run that ended well stays well."""
-    data = {"form": "graph", "signature": "H1502", "retained_at": "t.py:3 in f: x.append(loss)", "held_by": "x[...]"}
-    leak = Event(kind="leak", global_step=9, unix_seconds=1.0, data=data)
-    killed = judge(Facts(events=(leak,), endings=(Ending(status=-9, oom_kills=1),)))
-    assert killed.cause == "H1502"
-    assert killed.fix.startswith("Look first at t.py:3")
-    assert judge(Facts(events=(leak,), endings=(Ending(status=0),))).cause == "H1601"

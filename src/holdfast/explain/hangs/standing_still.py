@@ -61,9 +61,7 @@ _NETWORK = re.compile(
 )
 _LOADER = re.compile(r"/torch/utils/data/dataloader\.py$|/holdfast/loader/(?:\w+/)*\w+\.py$")
 _IDLE = re.compile(r"/(?:queues|connection|selectors)\.py$")
-_FETCH = re.compile(
-    r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/workers/fetch\.py:"
-)  # with the function
+_FETCH = re.compile(r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/workers/fetch\.py:")  # with the function
 
 
 class How(NamedTuple):
