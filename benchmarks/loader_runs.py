@@ -25,6 +25,8 @@ import numpy as np
 import torch
 
 from benchmarks.loader_cases import BATCH_SIZE, KINDS, LENGTH, Samples, fork_lock
+from holdfast.core.events import EventData
+from holdfast.core.run_events import LoaderHealed
 from holdfast.loader.loader import DataLoader
 
 TIMEOUT_SECONDS = 1.0
@@ -104,17 +106,17 @@ def run_case(
     at = random.Random(f"{name} {seed}").randrange(LENGTH)
     losses: list[float] = []  # when each was noticed
 
-    def happened(event: str, **facts: Any) -> None:
-        if event == "loader_healed":
-            losses.append(time.monotonic() - facts["seconds"])
-            outcome.causes.append(facts["cause"])
-            outcome.remedies.append(facts["remedy"])
+    def record(event: EventData) -> None:
+        if isinstance(event, LoaderHealed):
+            losses.append(time.monotonic() - event.seconds)
+            outcome.causes.append(event.cause)
+            outcome.remedies.append(event.remedy)
             told.set()
             if kind.locks:
                 with fork_lock:  # its holder has let go before the next workers are forked
                     pass
         else:
-            outcome.other_events.append(event)
+            outcome.other_events.append(event.kind)
 
     options: dict[str, Any] = {"collate_fn": as_arrays} if kind.as_numpy else {}
     if kind.hangs and workers:
@@ -124,7 +126,7 @@ def run_case(
         with kind.around(marker, told) if kind.around is not None else contextlib.nullcontext():
             loader = make(Samples(kind, at, marker), seed=seed, num_workers=workers, **options)
             if isinstance(loader, DataLoader):
-                loader.attach(happened, place)
+                loader.attach(record, place)
             asked = time.monotonic()
             for batch in loader:
                 now = time.monotonic()

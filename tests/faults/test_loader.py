@@ -27,6 +27,7 @@ from tests.prepared import Prepared, run_prepared
 
 from holdfast import Guard
 from holdfast.core.errors import LoaderError
+from holdfast.core.events import EventData
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.quarantine import FILE_NAME, read_ledger
 from holdfast.loader.workers import recovery
@@ -110,7 +111,7 @@ def test_a_worker_that_hangs_is_found_without_a_timeout(tmp_path: Path, monkeypa
     quiet, struck = (Samples(KINDS["endless sleep"], at, tmp_path / "struck") for at in (-1, 21))
     expected = [digest(batch) for batch in _loader(quiet)]
     loader = _loader(struck, num_workers=2)
-    loader.attach(lambda kind, **facts: events.append({"kind": kind, **facts}), tmp_path)
+    loader.attach(lambda data: events.append({"kind": data.kind, **data.facts()}), tmp_path)
     assert [digest(batch) for batch in loader] == expected
     (heal,) = (event for event in events if event["kind"] == "loader_healed")
     assert heal["sample"] == 21
@@ -210,7 +211,7 @@ def test_a_sample_that_stays_bad_is_set_aside(fault: str, position: str, workers
     def make(place: Path) -> DataLoader:
         timeout = 0.5 if fault == "hangs" else 0.0
         loader = _loader(Damaged(fault, bad), num_workers=workers, timeout=timeout)
-        loader.attach(lambda kind, **facts: events.append({"kind": kind, **facts}), place)
+        loader.attach(lambda data: events.append({"kind": data.kind, **data.facts()}), place)
         return loader
 
     loader = make(tmp_path)
@@ -236,7 +237,7 @@ def test_a_sample_that_stays_bad_is_set_aside(fault: str, position: str, workers
 def test_more_bad_samples_than_allowed_end_the_epoch(workers: int) -> None:
     """The sample that is one too many is named with its evidence, and so are those that are set aside already."""
     loader = _loader(Damaged("raises", {3, 8, 11}), num_workers=workers, quarantine=2)
-    loader._happened = lambda kind, **facts: None
+    loader._record = lambda data: None
     with pytest.raises(LoaderError, match=r"corrupt.*2 are quarantined") as caught:
         list(loader)
     assert caught.value.rule == "H612"
@@ -255,7 +256,7 @@ def test_a_sample_that_was_read_after_all_is_not_suspected_for_ever(tmp_path: Pa
 
     loader = _loader(Struck("raises", set()), num_workers=2)
     kinds: list[str] = []
-    loader._happened = lambda kind, **facts: kinds.append(kind)
+    loader._record = lambda data: kinds.append(data.kind)
     for _ in range(3):
         marker.touch()
         assert sorted(index for batch in loader for index in batch[0].tolist()) == list(range(_LENGTH))
@@ -272,12 +273,12 @@ def test_a_lock_that_is_held_at_every_fork_ends_the_use_of_workers(tmp_path: Pat
     loader = _loader(samples, num_workers=2, timeout=0.3)
     events: list[tuple[str, Any]] = []
 
-    def happened(event: str, **facts: Any) -> None:
-        events.append((event, facts.get("workers")))
-        if facts.get("workers") == 0:
+    def record(data: EventData) -> None:
+        events.append((data.kind, data.facts().get("workers")))
+        if events[-1][1] == 0:
             fork_lock.release()
 
-    loader.attach(happened, tmp_path)
+    loader.attach(record, tmp_path)
     fork_lock.acquire()
     assert [digest(batch) for batch in loader] == expected
     assert "sample_quarantined" not in {event for event, _ in events}
@@ -315,7 +316,7 @@ def test_a_worker_that_is_lost_before_it_has_read_its_dataset_blocks_nobody(numb
 
     loader = _loader(Heavy(), num_workers=2, multiprocessing_context="spawn")
     healed: list[str] = []
-    loader._happened = lambda kind, **facts: healed.append(str(facts.get("cause")))
+    loader._record = lambda data: healed.append(str(data.facts().get("cause")))
     threading.Thread(target=strike, daemon=True).start()
     assert sorted(item for batch in loader for item in batch.tolist()) == list(range(8))
     assert len(struck) == 1
@@ -375,7 +376,7 @@ def test_an_error_of_worker_init_fn_is_raised_as_it_is() -> None:
     """What the program's own start of a worker raises is no fault to heal."""
     loader = _loader(list(range(8)), worker_init_fn=_bad_start, num_workers=2)
     events: list[str] = []
-    loader._happened = lambda kind, **facts: events.append(kind)
+    loader._record = lambda data: events.append(data.kind)
     with pytest.raises(RuntimeError, match="has no licence"):
         list(loader)
     assert "loader_healed" not in events
@@ -392,7 +393,7 @@ def test_the_epoch_after_a_hopeless_one_starts_anew(tmp_path: Path) -> None:
         return torch.utils.data.default_collate(samples)
 
     loader = _loader(list(range(8)), collate_fn=collate, num_workers=1, timeout=0.3, persistent_workers=True)
-    loader._happened = lambda kind, **facts: None
+    loader._record = lambda data: None
     with pytest.raises(LoaderError, match="stuck at batch 0") as caught:
         list(loader)
     assert caught.value.rule == "H614"
@@ -490,7 +491,7 @@ def test_a_worker_that_dies_does_not_interrupt_a_training_step() -> None:
     del theirs
     here = set(children(os.getpid()))
     loader = _loader(dataset, num_workers=2)
-    loader._happened = lambda kind, **facts: None
+    loader._record = lambda data: None
     found = []
     for number, batch in enumerate(loader):
         found.append(digest(batch))
@@ -524,7 +525,7 @@ def test_two_loaders_heal_beside_each_other() -> None:
     expected = [[digest(batch) for batch in _loader(each, seed=seed)] for seed, each in enumerate(datasets)]
     loaders = [_loader(each, seed=seed, num_workers=2) for seed, each in enumerate(datasets)]
     for loader in loaders:
-        loader._happened = lambda kind, **facts: None
+        loader._record = lambda data: None
     found: list[list[str]] = [[], []]
     for number, pair in enumerate(zip(*loaders, strict=True)):
         for place, batch in enumerate(pair):
@@ -548,7 +549,7 @@ def test_losses_leak_neither_descriptors_nor_threads() -> None:
 
     here, temporary = set(children(os.getpid())), _open_temporary_files()
     loader = _loader(Endless(None, -1, Path()), num_workers=2, persistent_workers=False)
-    loader._happened = lambda kind, **facts: None
+    loader._record = lambda data: None
     batches, counts = iter(loader), []
     for loss in range(30):
         for _ in range(20):  # so far apart that they do not count as repeated

@@ -437,21 +437,11 @@ class QuarantineFull(_Failure):
     """One more sample would be too many."""
 
 
-class SamplesTakenBack(_Why):
-    """Samples in a row cannot be read: they are in quarantine no more."""
+class DescriptorLimitRaised(_Why):
+    """This process may open more files from now on, also after the loader is gone."""
 
-    samples: tuple[int | str, ...]
-
-
-class DatasetNotDeterministic(_Why):
-    """A sample that was read twice with the same random numbers has two values."""
-
-    what: str
-    samples: tuple[int | str, ...]
-
-
-class SamplesReadSingly(_Why):
-    """Samples are read one by one, not by `__getitems__`."""
+    before: int
+    now: int
 
 
 class StreamReadOver(_Why):
@@ -486,16 +476,13 @@ class WorkersChosen(EventData):
 
 
 class Preflight(EventData):
-    """Loading will probably fail or be slow."""
+    """Loading will probably fail or be slow; it is certain if a single batch is too much."""
 
     rule: str
     what: str
     limit: str
     fix: str
-
-
-class TransferNotMeasured(_Failure):
-    """How long a batch takes to the device is unknown."""
+    certain: bool = False
 
 
 # --- frameworks -------------------------------------------------------------------------------------------------

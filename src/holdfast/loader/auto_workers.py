@@ -18,6 +18,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.core import run_events
+from holdfast.core.events import EventData
 from holdfast.loader.machine import Load, Machine, most_workers
 from holdfast.loader.workers.pool import WorkerSettings
 
@@ -59,7 +61,7 @@ class WorkerProbe:
         settings: WorkerSettings,
         *,
         apply: Callable[[int], None],
-        emit: Callable[..., None],
+        emit: Callable[[EventData], None],
     ) -> None:
         self.chosen: int | None = None
         self.reason = ""
@@ -142,7 +144,7 @@ class WorkerProbe:
     def _choose(self, workers: int, reason: str) -> None:
         self.chosen, self.reason = workers, reason
         prefetch = (self.prefetch_factor or 2) if workers else None
-        self._emit("workers_chosen", num_workers=workers, prefetch_factor=prefetch, reason=reason)
+        self._emit(run_events.WorkersChosen(num_workers=workers, prefetch_factor=prefetch, reason=reason))
         if workers != self._settings.workers:
             self._apply(workers)
 

@@ -20,7 +20,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
+from holdfast.core import run_events
 from holdfast.core.errors import LoaderError
+from holdfast.core.events import EventData
 from holdfast.loader.arguments import (
     AUTO,
     as_torch,
@@ -199,7 +201,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._under_way = False
         self._host_epochs = HostEpochs(self)
         self._draws = False  # whether samples draw from python's or numpy's generator, as far as is known
-        self._happened: Callable[..., None] | None = None
+        self._record: Callable[[EventData], None] | None = None
         self._beginning = Beginning()
         self._base_seeds = SeededGenerator()  # a private one: starting an epoch leaves the global one alone
         keep = given.get("persistent_workers", False) and not self._iterable
@@ -223,23 +225,22 @@ class DataLoader(TorchDataLoader[Any]):
 
     # --- what happens ---------------------------------------------------------------------------------------
 
-    def attach(self, happened: Callable[..., None], run_dir: Path) -> None:
-        """Call `happened` with the kind of each event and its facts, and keep the ledger in the run's directory."""
-        self._happened = happened
+    def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
+        """Call `record` with each event, and keep the ledger in the run's directory."""
+        self._record = record
         self.ledger.keep_in(run_dir / FILE_NAME)
 
-    def _emit(self, kind: str, **facts: Any) -> None:
-        if self._happened is not None:
-            self._happened(kind, **facts)
+    def _emit(self, data: EventData) -> None:
+        if self._record is not None:
+            self._record(data)
         else:
-            level = logging.INFO if kind == "workers_chosen" else logging.WARNING
-            _log.log(level, "%s: %s", kind, ", ".join(f"{name}={value!r}" for name, value in facts.items()))
+            level = logging.INFO if isinstance(data, run_events.WorkersChosen) else logging.WARNING
+            _log.log(level, "%s: %s", data.kind, ", ".join(f"{name}={fact!r}" for name, fact in data.facts().items()))
 
     def quarantine(self, index: int, kind: str, evidence: str) -> None:
         """Replace a sample by another one from the next epoch on; H612 if that would be one too many."""
-        if self.ledger.add(index, kind, self._epoch + 1, evidence):
-            facts = {"evidence": evidence, "aside": len(self.ledger), **self.ledger.unwritten}
-            self._emit("sample_quarantined", sample=index, why=kind, **facts)
+        if event := self.ledger.add(index, kind, self._epoch + 1, evidence):
+            self._emit(event)
 
     def _check_machine(self, batch: Any = None) -> None:
         """Warn of workers that the machine is not enough for; of each rule once."""
@@ -247,7 +248,7 @@ class DataLoader(TorchDataLoader[Any]):
         for concern in concerns(load, Machine.here()):
             if concern.rule not in self._checked:
                 self._checked.add(concern.rule)
-                self._emit("preflight", rule=concern.rule, what=concern.what, limit=concern.limit, fix=concern.fix)
+                self._emit(concern)
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -337,7 +338,7 @@ class DataLoader(TorchDataLoader[Any]):
                 "the position that was loaded is behind the last batch of its epoch, so the next one is the next "
                 "iteration; if your loop counts this epoch as done, call loader.set_epoch(epoch) before each"
             )
-            self._emit("nothing_left", epoch=self._epoch, why=why)
+            self._emit(run_events.NothingLeft(epoch=self._epoch, why=why))
 
     def _use_workers(self, workers: int) -> None:
         assert self.probe is not None
@@ -361,13 +362,11 @@ class DataLoader(TorchDataLoader[Any]):
             certain=self._sharding_given, rank=rank, world_size=world_size, beginning=self._beginning,
         )  # fmt: skip
         if self._at.streamed and not keeps_state(self.dataset):
-            self._emit(
-                "stream_read_over",
-                items=max(each.items for each in self._at.streamed.values()),
-                why="the dataset has no state_dict and load_state_dict: what comes before the position is read again",
-            )
+            why = "the dataset has no state_dict and load_state_dict: what comes before the position is read again"
+            items = max(each.items for each in self._at.streamed.values())
+            self._emit(run_events.StreamReadOver(items=items, why=why))
         if self._undivided and ranks_now((0, 1))[1] > 1:
-            self._emit("ranks_not_divided", why=self._undivided)
+            self._emit(run_events.RanksNotDivided(why=self._undivided))
         return StreamSource(plan, dict(self._at.streamed), self._at.turn, max(1, self.num_workers))
 
     def __len__(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.core.control_groups import group_folders
+from holdfast.core.run_events import Preflight
 from holdfast.core.text import size
 from holdfast.loader.splitting import tensors_in
 
@@ -134,22 +135,11 @@ class Load:
         return kept + _FILES_PER_WORKER * self.num_workers + _FILES_OF_LOADER
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Concern:
-    """One thing that will or may go wrong with workers; it is certain if a single batch is too much."""
-
-    what: str
-    limit: str
-    fix: str
-    rule: str
-    certain: bool = False
-
-
-def concerns(load: Load, machine: Machine) -> Iterator[Concern]:
+def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
     """Yield what will or may go wrong with these workers; nothing without workers."""
     if load.num_workers > machine.cpu_quota:
         most = max(1, math.floor(machine.cpu_quota))
-        yield Concern(
+        yield Preflight(
             what=f"num_workers={load.num_workers} on {machine.cpu_quota:g} processors (affinity and quota)",
             limit="workers that compute get slower beyond that; workers that wait for a disk or a network do not",
             fix=f"pass num_workers={most} if loading computes, or num_workers='auto' to have it measured.",
@@ -160,7 +150,7 @@ def concerns(load: Load, machine: Machine) -> Iterator[Concern]:
     )
     free = machine.shared_memory_free_bytes
     if free is not None and load.shared_memory_bytes > free:
-        yield Concern(
+        yield Preflight(
             what=f"{asked}: {size(load.shared_memory_bytes)} of shared memory, and /dev/shm has {size(free)} free",
             limit="a worker that finds it full fails",
             fix="make /dev/shm larger (docker run --shm-size=8g), or lower prefetch_factor, then num_workers.",
@@ -169,7 +159,7 @@ def concerns(load: Load, machine: Machine) -> Iterator[Concern]:
         )
     left = math.inf if machine.open_files_limit is None else machine.open_files_limit - machine.open_files
     if load.files > left:
-        yield Concern(
+        yield Preflight(
             what=f"{asked} in {load.batch_tensors} tensors: up to {load.files} descriptors, and {left} are left of "
             f"{machine.open_files_limit} (ulimit -n)",
             limit="each tensor that is kept holds one",

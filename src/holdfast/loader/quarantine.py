@@ -16,6 +16,7 @@ from typing import Any
 
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import LoaderError
+from holdfast.core.run_events import SampleQuarantined
 
 FILE_NAME = "quarantine.json"
 FOUND_BY_READING = frozenset({"raised", "non-finite", "hung", "killed its worker"})
@@ -57,8 +58,6 @@ class Ledger:
         self._path: Path | None = None
         self._entries: dict[Any, Quarantined] = {}
         self._share = limit
-        self.unwritten: dict[str, str] = {}
-        """Why the file does not hold all of this, under ``not_written``; empty if it does, or there is no file."""
         self.limit = int(limit) if limit >= 1 or limit == 0 else max(1, math.floor(limit * (length or 0)))
 
     def __iter__(self) -> Iterator[Quarantined]:
@@ -91,12 +90,12 @@ class Ledger:
         """Return the indices that are replaced in an epoch."""
         return set(_indices(each for each in self if each.epoch <= epoch))
 
-    def add(self, index: Any, kind: str, epoch: int, evidence: str) -> bool:
-        """Quarantine a sample; return whether that is news. H612 if that would be one too many."""
-        index = key_of(index)
+    def add(self, index: Any, kind: str, epoch: int, evidence: str) -> SampleQuarantined | None:
+        """Quarantine a sample; return the event if that is news. H612 if that would be one too many."""
+        index, not_written = key_of(index), None
         known = self._entries.get(index)
         if known is not None and not known.released and known.epoch <= epoch:
-            return False
+            return None
         if (known is None or known.released) and len(self) >= self.limit:
             raise self._too_many(
                 f"sample {index!r} cannot be used ({kind}: {last_line(evidence)}), and {len(self)} are quarantined "
@@ -110,8 +109,14 @@ class Ledger:
         try:
             self._write()
         except OSError as error:  # a disk that is full ends no training: the sample is known here, and found again
-            self.unwritten = {"not_written": str(error)}
-        return True
+            not_written = str(error)
+        return SampleQuarantined(
+            sample=plain(index),
+            why=kind,
+            evidence=last_line(evidence),
+            quarantined=len(self),
+            not_written=not_written,
+        )
 
     def release(self, indices: Iterable[Any]) -> list[Any]:
         """Release samples; return those that were quarantined."""
@@ -127,7 +132,6 @@ class Ledger:
         if self._path is not None:
             body = {"format": _FORMAT, "samples": [asdict(each) for each in self]}
             replace_file(self._path, json.dumps(body, indent=1, default=_as_json).encode() + b"\n")
-        self.unwritten = {}
 
     def _too_many(self, what: str) -> LoaderError:
         return LoaderError(

@@ -85,7 +85,7 @@ def factory(folder: Path, name: str) -> str:
 def quarantine_by_a_run(folder: Path, epoch: int) -> set[Any]:
     """Return what a run over these files has quarantined when it has trained an epoch."""
     loader = load_factory(factory(folder, "loader"))()
-    loader.attach(lambda kind, **facts: None, folder)
+    loader.attach(lambda data: None, folder)
     loader.go_to(epoch)
     list(loader)
     return loader.ledger.bad(epoch)  # type: ignore[no-any-return]

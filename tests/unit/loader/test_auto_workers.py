@@ -36,7 +36,7 @@ class Simulated:
         self.events: list[dict[str, Any]] = []
         self.tried = [0]
         self.probe = WorkerProbe(
-            None, most, self.settings, apply=self.apply, emit=lambda kind, **facts: self.events.append(facts)
+            None, most, self.settings, apply=self.apply, emit=lambda event: self.events.append(event.facts())
         )
 
     def apply(self, workers: int) -> None:
@@ -139,7 +139,7 @@ def test_the_batches_are_those_of_any_number_of_workers(options: dict[str, Any])
     expected = DataLoader(Waits(160), batch_size=4, shuffle=True)
     loader = DataLoader(Waits(160), batch_size=4, shuffle=True, num_workers="auto", **options)
     events: list[tuple[str, dict[str, Any]]] = []
-    loader._happened = lambda kind, **facts: events.append((kind, facts))
+    loader._record = lambda data: events.append((data.kind, data.facts()))
     for _ in range(2):
         for one, other in zip(expected, loader, strict=True):
             assert all(map(torch.equal, one, other))
@@ -172,7 +172,7 @@ def test_a_number_that_is_given_is_checked_against_the_machine(monkeypatch: pyte
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
     loader = DataLoader(torch.zeros(24), batch_size=4, num_workers=2)
     rules: list[Any] = []
-    loader._happened = lambda kind, **facts: rules.append(facts["rule"])
+    loader._record = lambda data: rules.append(data.rule)
     batches = iter(loader)
     next(batches)
     assert rules == ["H630", "H632"]

@@ -149,7 +149,7 @@ def test_a_loader_can_be_copied_and_sent_to_a_process() -> None:
         assert torch.equal(torch.cat(list(made)), expected)
     outer = DataLoader(Through(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
     events: list[str] = []
-    outer._happened = lambda kind, **facts: events.append(kind)
+    outer._record = lambda data: events.append(data.kind)
     assert _items(outer) == [6, 6]
     assert "loader_healed" not in events
 

@@ -60,7 +60,7 @@ def test_an_empty_iteration_is_said_unless_the_epoch_was_named() -> None:
     make, events = _LOADERS["shuffled"], []
     for name in (None, 0):
         resumed = make()
-        resumed._happened = lambda kind, name=name, **_: events.append((name, kind))
+        resumed._record = lambda data, name=name: events.append((name, data.kind))
         resumed.load_state_dict(saved_at_the_last_batch(make))
         if name is not None:
             resumed.set_epoch(name)

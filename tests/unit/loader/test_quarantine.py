@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.errors import LoaderError
+from holdfast.core.events import EventData
+from holdfast.core.run_events import SampleQuarantined
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, read_ledger
 
@@ -122,11 +124,12 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     loader = DataLoader(Bad(), batch_size=2, quarantine=2)
     told: list[str | None] = []
 
-    def happened(kind: str, **facts: Any) -> None:
-        told.append(facts.get("not_written"))
+    def record(event: EventData) -> None:
+        assert isinstance(event, SampleQuarantined)
+        told.append(event.not_written)
         place.mkdir(exist_ok=True)
 
-    loader.attach(happened, place)
+    loader.attach(record, place)
     place.rmdir()
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 4], [4, 6], [6, 7]]
     assert "No such file" in str(told[0])

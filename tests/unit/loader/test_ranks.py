@@ -44,7 +44,7 @@ first = next(iter(loaders["samples"])).tolist()
 distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 events = []
 for loader in loaders.values():
-    loader._happened = lambda kind, **facts: events.append((kind, facts["why"]))
+    loader._record = lambda data: events.append((data.kind, data.why))
 found = {name: [len(loader), sum((batch.tolist() for batch in loader), [])] for name, loader in loaders.items()}
 distributed.destroy_process_group()
 print(json.dumps({"first": first, "found": found, "events": events, "after": len(loaders["samples"])}))

@@ -15,6 +15,8 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.core.errors import LoaderError
+from holdfast.core.events import EventData
+from holdfast.core.run_events import DescriptorLimitRaised
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.workers.board import PREPARING, STARTING, Showing
 from holdfast.loader.workers.map_source import Source
@@ -44,14 +46,14 @@ class Numbers:
 
 
 def _events(loader: DataLoader) -> list[dict[str, Any]]:
-    """Let a loader tell what happens to a list."""
+    """Let a loader record what happens in a list."""
     found: list[dict[str, Any]] = []
 
-    def happened(kind: str, **facts: Any) -> None:
-        if kind in {"loader_healed", "sample_quarantined"}:
-            found.append({"kind": kind, **facts})
+    def record(data: EventData) -> None:
+        if data.kind in {"loader_healed", "sample_quarantined"}:
+            found.append({"kind": data.kind, **data.facts()})
 
-    loader._happened = happened
+    loader._record = record
     return found
 
 
@@ -157,8 +159,7 @@ def _remedies(
 ) -> tuple[list[int], list[Any], WorkerSettings]:
     """Return the workers after each loss in a row, what was quarantined, and the settings."""
     settings = WorkerSettings(workers=workers, method=None, options={"pin_memory": True}, timeout_seconds=0.0)
-    happened = [] if events is None else events
-    recovery = WorkerRecovery(settings, lambda kind, **facts: happened.append((kind, facts)))
+    recovery = WorkerRecovery(settings, ([] if events is None else events).append)
     source, after = Idle(), []
     for loss, index in losses:
         recovery._in_a_row += 1
@@ -226,8 +227,9 @@ def test_descriptors_that_run_out_are_spared() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert settings.share_by_file
     assert after == [4, 2]
-    ((kind, facts),) = events
-    assert (kind, facts["before"], facts["now"]) == ("descriptor_limit_raised", before[1] - 1, before[1])
+    (event,) = events
+    assert isinstance(event, DescriptorLimitRaised)
+    assert (event.before, event.now) == (before[1] - 1, before[1])
 
 
 def test_a_pinning_thread_that_dies_twice_is_done_without() -> None:

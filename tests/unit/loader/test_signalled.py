@@ -96,7 +96,7 @@ def test_a_handlers_exception_is_not_taken_for_a_samples(
     """It ends the loop, as with torch, and is neither tried again, nor healed, nor turned into another error."""
     events: list[str] = []
     loader = DataLoader(dataset, batch_size=4, **options)
-    loader._happened = lambda kind, **_: events.append(kind)
+    loader._record = lambda data: events.append(data.kind)
 
     def handle(*_: Any) -> None:
         raise error

@@ -82,7 +82,7 @@ class Own(Plain):
 
 def _loader(dataset: Any, **options: Any) -> DataLoader:
     loader = DataLoader(dataset, **{"batch_size": 4, "seed": 3, **options})
-    loader._happened = lambda kind, **facts: None
+    loader._record = lambda data: None
     return loader
 
 
@@ -197,7 +197,7 @@ def test_a_stream_with_state_goes_on_where_it_stopped() -> None:
     assert dataset.read == 22 - 8 + 1
 
     plain, events = _loader(Plain(22), sharded=False), []
-    plain._happened = lambda kind, **facts: events.append((kind, facts.get("items")))
+    plain._record = lambda data: events.append((data.kind, data.facts().get("items")))
     batches.close()  # type: ignore[attr-defined] # it is a generator
     stopped = _loader(Plain(22), sharded=False)
     batches = iter(stopped)
@@ -225,7 +225,7 @@ def test_a_worker_that_dies_changes_nothing(kind: type[Plain], tmp_path: Path) -
     options = {"num_workers": 2, "sharded": kind is Own}
     expected = list(_loader(kind(40), **options))
     loader, causes = _loader(kind(40, tmp_path / "killed"), **options), []
-    loader._happened = lambda kind, **facts: causes.append(facts.get("cause"))
+    loader._record = lambda data: causes.append(data.facts().get("cause"))
     assert _same(list(loader), expected)
     assert any("SIGKILL" in cause for cause in causes if cause), causes
 

@@ -30,7 +30,7 @@ LENGTH = 30
 
 def _loader(dataset: Any, **options: Any) -> DataLoader:
     loader = DataLoader(dataset, **{"batch_size": 4, "seed": 3, **options})
-    loader._happened = lambda kind, **facts: None
+    loader._record = lambda data: None
     return loader
 
 
@@ -167,7 +167,7 @@ def test_a_worker_that_dies_leaves_the_order_as_it_was_drawn(
     """The workers after it draw the order of the epoch's beginning."""
     expected = _items(_loader(Ordered(_by_torch, noise)))
     loader, causes = _loader(Ordered(_by_torch, noise, tmp_path / "killed"), num_workers=workers, sharded=False), []
-    loader._happened = lambda kind, **facts: causes.append(facts.get("cause"))
+    loader._record = lambda data: causes.append(data.facts().get("cause"))
     assert _items(loader) == expected
     assert any("SIGKILL" in cause for cause in causes if cause), causes
 

@@ -112,7 +112,8 @@ class Session:
             self.record.open()
             announce_recording(self._directory.path)
             if self.cursor is not None:
-                self.cursor.attach(self.record.happened, self._directory.path)
+                record = self.record.happened
+                self.cursor.attach(lambda data: record(data.kind, **data.facts()), self._directory.path)
         except BaseException:
             self._directory.release()
             raise

@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.core import run_events
+from holdfast.core.events import EventData
 from holdfast.loader.weak_calls import WeakCall
 
 
@@ -40,20 +42,21 @@ class HostEpochs:
         """Note that the loader has gone on by so many epochs."""
         self.current = None if self.current is None else self.current + by
 
-    def follow(self, epoch: int, on_sampler: int | None, emit: Callable[..., None], *, begun: bool) -> int:
+    def follow(self, epoch: int, on_sampler: int | None, emit: Callable[[EventData], None], *, begun: bool) -> int:
         """Return the epoch to iterate.
 
         Args:
             epoch: The next of the loader.
             on_sampler: What the host has set on a sampler of the user's, or None.
-            emit: Called with the kind of an event and its facts.
+            emit: Called with an event.
             begun: Whether batches of this epoch were handed out before a restart: only a later one is followed.
         """
         if on_sampler is not None and begun:
             self.named = on_sampler
         elif on_sampler is not None:
             if on_sampler < epoch:
-                emit("epoch_set_back", before=epoch, now=on_sampler, why="set_epoch() of the sampler said so")
+                why = "set_epoch() of the sampler said so"
+                emit(run_events.EpochSetBack(before=epoch, now=on_sampler, why=why))
             self.moved(on_sampler - epoch)
             epoch = on_sampler
         named, self.named = self.named, None

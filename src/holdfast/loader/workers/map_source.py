@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast.core.events import EventData
 from holdfast.loader.order.plan import Entry, Plan
-from holdfast.loader.quarantine import Ledger, key_of, last_line, plain
+from holdfast.loader.quarantine import Ledger, key_of
 from holdfast.loader.workers.board import Board, Showing
 from holdfast.loader.workers.fetch import Fetcher, Report
 
@@ -61,7 +62,7 @@ class MapSource(Source):
         start: int,
         ledger: Ledger,
         make_fetcher: Callable[[Board | None], Fetcher],
-        emit: Callable[..., None],
+        emit: Callable[[EventData], None],
     ) -> None:
         self.position = start
         self._make_fetcher = make_fetcher
@@ -115,10 +116,9 @@ class MapSource(Source):
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
         """Leave a sample out from now on, and say so; H612 if that would be one too many."""
-        if self._ledger.add(index, kind, self._epoch, evidence):
+        if event := self._ledger.add(index, kind, self._epoch, evidence):
             self._bad.update(self._ledger.bad(self._epoch))  # the plan reads this very set
-            facts = {"evidence": last_line(evidence), "aside": len(self._ledger), **self._ledger.unwritten}
-            self._emit("sample_quarantined", sample=plain(index), why=kind, **facts)
+            self._emit(event)
 
     def is_finished(self) -> bool:
         """Return whether all is handed out, as far as that is known before asking."""

@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
+from holdfast.core import run_events
 from holdfast.core.errors import LoaderError
+from holdfast.core.events import EventData
 from holdfast.loader.quarantine import key_of, plain
 from holdfast.loader.workers.board import Showing
 from holdfast.loader.workers.fetch import Report
@@ -37,10 +39,10 @@ class WorkerRecovery:
 
     Args:
         settings: How they are run.
-        emit: Called with the kind of an event and its facts.
+        emit: Called with each event.
     """
 
-    def __init__(self, settings: WorkerSettings, emit: Callable[..., None]) -> None:
+    def __init__(self, settings: WorkerSettings, emit: Callable[[EventData], None]) -> None:
         self.settings = settings
         self._emit = emit
         self._kept: WorkerPool | None = None
@@ -154,8 +156,7 @@ class WorkerRecovery:
                 f"itself needs all {before}"
             )
         pool = self._start(source)
-        self._emit(
-            "loader_healed",
+        event = run_events.LoaderHealed(
             cause=loss.cause,
             sample=None if index is None else plain(index),
             remedy=remedy,
@@ -163,6 +164,7 @@ class WorkerRecovery:
             workers=self.settings.workers,
             seconds=round(time.monotonic() - noticed, 4),
         )
+        self._emit(event)
         return pool
 
     def _decide(self, loss: Loss, index: Any, source: Source) -> str:
@@ -196,9 +198,8 @@ class WorkerRecovery:
         before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         if before != most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            self._emit(
-                "descriptor_limit_raised", before=before, now=most, why="workers had run out of file descriptors"
-            )
+            why = "workers had run out of file descriptors"
+            self._emit(run_events.DescriptorLimitRaised(before=before, now=most, why=why))
 
     def _blocked(self, loss: Loss, showing: Showing) -> str:
         if not showing.is_starting:
