@@ -155,7 +155,11 @@ class Numbers(IterableDataset[int]):
 
 def test_what_cannot_be_chosen_is_refused() -> None:
     """The depth of prefetching is given or torch's; what torch refuses of the other arguments is refused at once."""
-    assert sum(len(batch) for batch in DataLoader(Numbers(), batch_size=3, num_workers="auto")) == 6
+    loader = DataLoader(Numbers(), batch_size=3, num_workers="auto")
+    assert sum(len(batch) for batch in loader) == 6
+    assert loader.probe is not None
+    assert loader.probe._most is not None
+    assert loader.probe._most[0] == 1, "each worker would read the whole stream"
     for options in ({"prefetch_factor": "auto"}, {"prefetch_factor": 0}, {"num_workers": "many"}):
         with pytest.raises(LoaderError) as caught:
             DataLoader([1], **{"num_workers": 1, **options})

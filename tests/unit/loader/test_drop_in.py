@@ -78,30 +78,6 @@ def test_a_batch_that_cannot_be_made_does_not_end_the_epoch_for_who_goes_on() ->
         assert found == [[0, 1], [2, 3], None, [6, 7], [8, 9]]
 
 
-class OwnChance:
-    """A sampler with a generator of its own, which nobody can seed."""
-
-    def __init__(self) -> None:
-        self.chance = np.random.default_rng(0)
-
-    def __len__(self) -> int:
-        return 20
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.chance.permutation(20).tolist())
-
-
-def test_a_sampler_that_draws_another_order_after_a_restart_is_told() -> None:
-    """Instead of losing samples without a word, going on in the middle of such an epoch is an H604."""
-    loader = DataLoader(list(range(20)), batch_size=4, sampler=OwnChance())
-    list(loader)
-    next(iter(loader))
-    restarted = DataLoader(list(range(20)), batch_size=4, sampler=OwnChance())
-    with pytest.raises(LoaderError, match="another order") as caught:
-        restarted.load_state_dict(loader.state_dict())
-    assert caught.value.rule == "H604"
-
-
 _KEYS: dict[str, Callable[[], Any]] = {
     "tensors": lambda: torch.arange(12).split(3),
     "arrays": lambda: np.arange(12).reshape(4, 3),

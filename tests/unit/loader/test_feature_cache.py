@@ -20,27 +20,14 @@ from holdfast.loader.features.cache import FeatureCache
 from holdfast.loader.features.files import Draft
 from holdfast.testing import flip_bit
 
-VALUES: list[Any] = [
+VALUES: list[Any] = [  # what tests/property/test_feature_cache.py does not make
     torch.randn(3, 4),
-    torch.randn(5, 2).to(torch.bfloat16),
-    torch.tensor(7, dtype=torch.int8),
-    torch.empty(0, 3, dtype=torch.float64),
-    torch.tensor([True, False]),
     torch.randn(2, 3, dtype=torch.complex64).conj(),
     torch.randn(4).to(torch.float8_e4m3fn),
     torch.arange(12).reshape(3, 4).T,
-    np.arange(6, dtype="<f4").reshape(2, 3),
-    np.array([], dtype=np.int16),
     np.float16(0.1),
-    1,
-    -0.0,
-    float("inf"),
-    2**70,
-    True,
-    None,
     "text \ud800 é",
-    (torch.ones(2), {"label": 3, "names": ["a", ("b", 1.5)]}, []),
-    {1: "one", "x": np.zeros((0, 2)), None: ()},
+    {None: ()},
 ]
 
 
@@ -50,12 +37,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         bits = [t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b) if t.numel()]
         return a.dtype == b.dtype and a.shape == b.shape and (not bits or torch.equal(*bits))
-    if isinstance(a, (np.ndarray, np.generic)):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(same, a, b))
     return repr(a) == repr(b)
 
 

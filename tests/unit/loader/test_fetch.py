@@ -37,18 +37,6 @@ def test_samples_do_not_depend_on_their_neighbours() -> None:
     assert _fetch(Noise(), 3, 7, epoch=2) == [batch[2], batch[0]]
 
 
-def test_samples_differ_between_epochs_seeds_and_indices() -> None:
-    """Augmentation is drawn anew for each epoch, each sample and each seed."""
-    draws = {
-        _fetch(Noise(), index, epoch=epoch, seed=seed)[0][1:]
-        for seed in (0, 1)
-        for epoch in (0, 1)
-        for index in (0, 1)
-    }
-    assert len(draws) == 8
-    assert all(len({draw[place] for draw in draws}) == 8 for place in range(3))
-
-
 def test_loading_leaves_the_random_state_of_training_alone() -> None:
     """In the main process nothing is drawn from the global generators, also when a sample fails."""
 
@@ -118,14 +106,6 @@ def test_the_last_of_a_batch_is_replaced_by_a_spare_that_is_not_bad_itself() -> 
     batch, report = _report(Patchy(2, 7), Entry(0, 0, (0, 1, 2), spares=(6, 7, 8), bad=(6,)))
     assert batch == [0, 1, 8]
     assert [each.index for each in report.failures] == [2, 7]
-
-
-def test_a_sample_that_is_quarantined_is_not_touched() -> None:
-    """What is known to be bad is not read, so one that hangs cannot hang again."""
-    dataset = Patchy()
-    batch, report = _report(dataset, Entry(0, 0, (4, 5), spares=(6,), bad=(4,)))
-    assert (batch, report.failures) == ([5, 5], ())
-    assert 4 not in dataset.asked
 
 
 def test_without_replacement_the_error_itself_is_reported() -> None:

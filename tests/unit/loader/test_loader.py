@@ -69,10 +69,6 @@ def _same(first: Any, second: Any) -> bool:
     return type(first) is type(second) and all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
 
 
-def _indices(batches: Any) -> list[list[int]]:
-    return [batch[0].tolist() for batch in batches]
-
-
 def _as_list(samples: list[Any]) -> list[Any]:
     return samples
 
@@ -153,7 +149,7 @@ def test_it_resumes_exactly_after_any_batch(make_loader: Callable[[], Any]) -> N
 
 
 def test_workers_give_the_same_samples_and_augmentation() -> None:
-    """Zero and two workers give equal batches in two epochs, and a cut may change the number of workers."""
+    """Zero and two workers give equal batches in two epochs."""
     alone = DataLoader(Augmented(), batch_size=4, shuffle=True, seed=2)
     with_workers = DataLoader(
         Augmented(), batch_size=4, shuffle=True, seed=2, num_workers=2, worker_init_fn=_draw_in_worker
@@ -162,12 +158,6 @@ def test_workers_give_the_same_samples_and_augmentation() -> None:
     found = [batch for _ in range(2) for batch in with_workers]
     assert len(found) == len(expected)
     assert all(_same(a, b) for a, b in zip(found, expected, strict=True))
-
-    iterator = iter(DataLoader(Augmented(), batch_size=4, shuffle=True, seed=2, num_workers=2))
-    next(iterator)
-    position = DataLoader(Augmented(), batch_size=4, shuffle=True, seed=2)
-    position.load_state_dict({**position.state_dict(), "consumed": 4})
-    assert all(_same(a, b) for a, b in zip(iterator, position, strict=True))
 
 
 def test_the_position_counts_what_was_handed_out_not_what_workers_fetched() -> None:
@@ -180,43 +170,12 @@ def test_the_position_counts_what_was_handed_out_not_what_workers_fetched() -> N
     del iterator
 
 
-def test_epochs_are_shuffled_differently_and_seeds_too() -> None:
-    """Every epoch and every seed has an order of its own, and each is a permutation."""
-    first, second = (DataLoader(list(range(50)), batch_size=None, shuffle=True, seed=seed) for seed in (1, 2))
-    orders = [tuple(first), tuple(first), tuple(second), tuple(second)]
-    assert len(set(orders)) == 4
-    assert all(sorted(order) == list(range(50)) for order in orders)
-
-
-def test_the_order_does_not_depend_on_the_global_random_state() -> None:
-    """Whatever the program drew before, an epoch is the same, and it draws nothing itself."""
-    loader = DataLoader(Augmented(), batch_size=3, shuffle=True, sampler=None)
-    first = list(loader)
-    torch.manual_seed(99)
-    random.seed(99)
-    before = (torch.get_rng_state(), random.getstate())
-    again = list(DataLoader(Augmented(), batch_size=3, shuffle=True))
-    assert all(_same(a, b) for a, b in zip(first, again, strict=True))
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-
-
 def test_the_seed_of_a_generator_is_used() -> None:
     """Torch's ``generator=`` decides the order by its initial seed, also when it was drawn from since."""
     generator = torch.Generator().manual_seed(7)
     torch.rand(3, generator=generator)
     by_generator = DataLoader(list(range(20)), batch_size=None, shuffle=True, generator=generator)
     assert list(by_generator) == list(DataLoader(list(range(20)), batch_size=None, shuffle=True, seed=7))
-
-
-def test_an_epoch_that_was_left_is_over() -> None:
-    """A new ``iter()`` after a ``break`` is the next epoch, as with torch."""
-    loader = DataLoader(list(range(20)), batch_size=5, shuffle=True)
-    next(iter(loader))
-    second = [batch.tolist() for batch in loader]
-    whole = DataLoader(list(range(20)), batch_size=5, shuffle=True)
-    list(whole)
-    assert second == [batch.tolist() for batch in whole]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.orders import (
@@ -18,7 +19,7 @@ from holdfast.loader.order.orders import (
     Weighted,
 )
 from holdfast.loader.order.permutation import permuted
-from holdfast.loader.seeds import random_bits
+from holdfast.loader.seeds import SampleSeeds, derive_seed, random_bits
 
 _LENGTHS = np.clip(np.random.default_rng(0).lognormal(1.6, 0.6, 20_000), 0.5, 17)  # speech, seconds
 
@@ -83,14 +84,6 @@ def test_permutations_have_the_statistics_of_chance(n: int) -> None:
         assert 0.6 * variance < seen.var() < 1.5 * variance
 
 
-def test_the_middle_of_a_huge_epoch_makes_no_list_of_it() -> None:
-    """A range of 2**62 positions, of which no list could be made, is read at its end."""
-    order = Shuffled(2**62)
-    found = order.indices(0, 0, 2**62 - 40, 2**62)
-    assert len(set(found)) == 40
-    assert order.indices(0, 0, 2**62 - 5, 2**63) == found[-5:]
-
-
 def test_weights_are_the_frequencies() -> None:
     """Samples are drawn in proportion to their weights, and one of weight zero never."""
     drawn = Counter(_whole(Weighted([0, 1, 2, 0, 5, 0], num_samples=80_000)))
@@ -146,3 +139,29 @@ def test_identities_tell_orders_apart_and_survive_json() -> None:
     assert len(set(identities)) == len(orders)
     assert [json.loads(each) for each in identities] == [order.identity() for order in orders]
     assert LengthBucketed(np.array(lengths, dtype=np.int16)).identity() == LengthBucketed(lengths).identity()
+
+
+def test_seeds_are_the_same_on_every_machine() -> None:
+    """These numbers are part of the promise that a run resumes exactly under another version."""
+    assert derive_seed(0, 3, 17) == 7844788038898977603
+    assert derive_seed(1, 0, "order") == 5281409493250303880
+
+
+def test_the_seeds_of_samples_are_outputs_of_splitmix() -> None:
+    """As arrays compute them, from (seed, epoch); the first one is part of the promise of an exact resume too."""
+    indices, seeds = [0, 3, 10**12, 2**63], SampleSeeds(5)
+    for epoch in (0, 7):
+        bits = random_bits(np.array(indices, dtype=np.uint64), derive_seed(5, epoch, "samples"))
+        assert seeds.all(epoch, indices) == (bits >> np.uint64(1)).tolist()
+        many = [*range(50), 10**12, 2**64 - 1]
+        assert seeds.all(epoch, many) == [seeds.of(epoch, index) for index in many]
+        assert seeds.all(epoch, [*many, -1, 2**64]) == [seeds.of(epoch, index) for index in [*many, -1, 2**64]]
+    assert SampleSeeds(0).of(3, 17) == 2563759855497273831
+
+
+def test_each_kind_of_index_has_a_seed() -> None:
+    """Numbers from arrays seed as plain ones; text and tuples, which have no number, as their own derived seeds."""
+    seeds = SampleSeeds(5)
+    assert seeds.all(0, [np.int64(3), torch.tensor(3), True]) == [seeds.of(0, 3), seeds.of(0, 3), seeds.of(0, 1)]
+    assert seeds.all(7, ["a/b", (2, "x")]) == [derive_seed(5, 7, "a/b"), derive_seed(5, 7, (2, "x"))]
+    assert 0 <= seeds.of(0, -1) < 2**63 != seeds.of(0, 0)

@@ -45,21 +45,6 @@ def test_the_cap_is_a_share_or_a_number(limit: float, length: int | None, allowe
     assert allowed not in ledger.bad(0)
 
 
-def test_a_released_sample_makes_room_and_must_find_room_again() -> None:
-    """Taken back it counts no more; found bad again it is the newest entry, or H612 if its place is taken."""
-    ledger = _ledger(limit=2)
-    ledger.add(1, "raised", 0, "")
-    ledger.add(2, "raised", 0, "")
-    ledger.release([1])
-    ledger.add(1, "hung", 3, "")
-    assert [(entry.index, entry.kind, entry.epoch) for entry in ledger] == [(2, "raised", 0), (1, "hung", 3)]
-    ledger.release([2])
-    ledger.add(4, "raised", 0, "")
-    with pytest.raises(LoaderError, match=r"sample 2 cannot be used .* 2 are quarantined already \(1, 4\)"):
-        ledger.add(2, "raised", 3, "")
-    assert ledger.bad(3) == {1, 4}
-
-
 def test_what_was_found_without_a_run_is_kept_in_the_run(tmp_path: Path) -> None:
     """A ledger that joins a run takes over what is in the file, and writes down what it had found before."""
     path = _written(tmp_path, ENTRY)
@@ -93,18 +78,6 @@ def test_a_run_with_more_quarantined_than_is_allowed_is_refused(tmp_path: Path) 
         assert found.value.rule == "H612"
     _ledger(2).keep_in(path)
     assert path.read_bytes() == before
-
-
-def test_a_key_of_bytes_is_still_quarantined_after_a_restart(tmp_path: Path) -> None:
-    """Samples that are named by the keys of a database are known by them when the ledger is read again."""
-    ledger = _ledger()
-    ledger.keep_in(tmp_path / FILE_NAME)
-    ledger.add(b"\x00key", "raised", 0, "")
-    ledger.add(("speaker", [7, b"\xff"]), "raised", 0, "")
-    again = _ledger()
-    again.keep_in(tmp_path / FILE_NAME)
-    assert again.bad(0) == {b"\x00key", ("speaker", (7, b"\xff"))}
-    assert again.release([b"\x00key", b"other"]) == [b"\x00key"]
 
 
 def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,69 +11,41 @@ from torch import distributed
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, get_worker_info
 
 from holdfast import DataLoader, LoaderError
-
-_RANK = """
-import json, sys
-from torch import distributed
-from torch.utils.data import IterableDataset, get_worker_info
-from holdfast import DataLoader
-
-class Plain(IterableDataset):
-    def __iter__(self):
-        return iter(range(8))
-    def __len__(self):
-        return 8
-
-class Own(Plain):
-    def __iter__(self):
-        info = get_worker_info()
-        return iter(range(8)) if info is None else iter(range(info.id, 8, info.num_workers))
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-loaders = {
-    "samples": DataLoader(list(range(8)), batch_size=2, shuffle=True),
-    "stream": DataLoader(Plain(), batch_size=2),
-    "sharded": DataLoader(Own(), batch_size=2),
-    "given": DataLoader(list(range(8)), batch_size=2, rank=0, world_size=1),
-}
-first = next(iter(loaders["samples"])).tolist()
-distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-events = []
-for loader in loaders.values():
-    loader._record = lambda data: events.append((data.kind, data.why))
-found = {name: [len(loader), sum((batch.tolist() for batch in loader), [])] for name, loader in loaders.items()}
-distributed.destroy_process_group()
-print(json.dumps({"first": first, "found": found, "events": events, "after": len(loaders["samples"])}))
-"""
+from holdfast.core.events import EventData
 
 
-@pytest.mark.skipif(not distributed.is_available(), reason="torch was built without distributed")
-def test_a_process_group_may_be_made_after_the_loader(tmp_path: Path) -> None:
-    """From the next epoch on the ranks share the samples; a stream that they do not share is told of."""
-    command = [sys.executable, "-c", _RANK]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in range(2)
-    ]
-    try:
-        one, other = (json.loads(rank.communicate(timeout=120)[0]) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert one["first"] == other["first"]
+def _samples(loader: DataLoader) -> list[int]:
+    return [sample for batch in loader for sample in batch.tolist()]
+
+
+def test_a_process_group_may_be_made_after_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the next epoch on the ranks share the samples; that they do not share a stream is an event."""
+    make: dict[str, Callable[[], DataLoader]] = {
+        "samples": lambda: DataLoader(list(range(22)), batch_size=2, shuffle=True),
+        "stream": lambda: DataLoader(Own(), batch_size=2, sharded=False),
+        "sharded": lambda: DataLoader(Own(), batch_size=2),
+        "given": lambda: DataLoader(list(range(22)), batch_size=2, rank=0, world_size=1),
+    }
+    ranks = [{name: each() for name, each in make.items()} for _ in range(2)]
+    first = [next(iter(loaders["samples"])).tolist() for loaders in ranks]
+    assert first[0] == first[1]
+    events: list[EventData] = []
+    found: dict[str, list[list[int]]] = {name: [] for name in make}
+    with monkeypatch.context() as group:
+        group.setattr(distributed, "is_initialized", lambda: True)
+        group.setattr(distributed, "get_world_size", lambda: 2)
+        for rank, loaders in enumerate(ranks):
+            group.setattr(distributed, "get_rank", lambda rank=rank: rank)
+            for name, loader in loaders.items():
+                loader._record = events.append
+                found[name].append(_samples(loader))
+                assert len(loader) == (6 if name in ("samples", "stream") else 11)
     for name in ("samples", "stream"):
-        (length, samples), (others_length, others) = one["found"][name], other["found"][name]
-        assert sorted(samples + others) == list(range(8)), name
-        assert length == others_length == 2, name
+        assert sorted(sample for each in found[name] for sample in each) == list(range(22)), name
     for name in ("sharded", "given"):
-        assert one["found"][name] == other["found"][name], name
-        assert sorted(one["found"][name][1]) == list(range(8))
-    assert [kind for kind, why in one["events"] if "pass rank= and world_size=" in why] == ["ranks_not_divided"]
-    assert one["after"] == 2, "the ranks of an epoch outlast their process group"
+        assert [sorted(each) for each in found[name]] == [list(range(22))] * 2, name
+    assert [event.kind for event in events] == ["ranks_not_divided"] * 2
+    assert len(ranks[1]["samples"]) == 6, "the ranks of an epoch outlast their process group"
 
 
 def _of_rank(rank: int, *, batches: bool, **options: Any) -> DataLoader:

@@ -8,19 +8,23 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
+from queue import Empty
 from typing import Any
 
 import numpy as np
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
+from holdfast import DataLoader
 from holdfast.core.errors import LoaderError
 from holdfast.core.events import EventData
 from holdfast.core.run_events import DescriptorLimitRaised
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.workers.board import PREPARING, STARTING, Showing
+from holdfast.loader.workers.fetch import Report
 from holdfast.loader.workers.map_source import Source
 from holdfast.loader.workers.pool import WorkerSettings
+from holdfast.loader.workers.processes import LoaderQueue, UnreadableError
 from holdfast.loader.workers.recovery import WorkerRecovery
 from holdfast.loader.workers.watch import Loss
 
@@ -68,23 +72,6 @@ def test_workers_that_never_start_are_done_without() -> None:
     assert _read(loader) == list(range(40))
     assert [event["workers"] for event in events] == [2, 1, 0]
     assert all(event["cause"] for event in events)
-
-
-def test_memory_that_runs_out_halves_the_workers() -> None:
-    """A MemoryError in a worker is a shortage: fewer workers at once, and the sample is not blamed."""
-
-    class Hungry(Numbers):
-        def in_worker(self, index: int) -> None:
-            info = get_worker_info()
-            assert info is not None
-            if info.num_workers > 1:
-                raise MemoryError("can't allocate memory")
-
-    loader = DataLoader(Hungry(), batch_size=4, num_workers=4)
-    events = _events(loader)
-    assert _read(loader) == list(range(40))
-    assert [(event["workers_before"], event["workers"]) for event in events] == [(4, 2), (2, 1)]
-    assert all(event["kind"] == "loader_healed" for event in events)
 
 
 def test_one_sample_that_asks_for_too_much_is_quarantined_at_last() -> None:
@@ -238,3 +225,62 @@ def test_a_pinning_thread_that_dies_twice_is_done_without() -> None:
     after, _, settings = _remedies([(loss, None)] * 2)
     assert after == [4, 4]
     assert settings.options["pin_memory"] is False
+
+
+class _Unreadable:
+    def __reduce__(self) -> Any:
+        return _raise, ()
+
+
+def _raise() -> None:
+    raise ValueError("damaged")
+
+
+def test_what_cannot_be_pickled_ends_nothing() -> None:
+    """A batch becomes a report of why; anything else is told as by every queue, and what follows is sent."""
+    queue = LoaderQueue(ctx=multiprocessing.get_context("fork"))
+    for item in ((0, (lambda: 0, tuple(Report(7)))), (1, (lambda: 0,) * 10), (2, "sent")):
+        queue.put(item)
+    arrived = dict(queue.get(timeout=20) for _ in range(2))
+    batch, fields = arrived[0]
+    report = Report(*fields)
+    assert (batch, report.number, arrived[2]) == (None, 7, "sent")
+    assert report.fatal is not None
+    assert "pickle" in report.fatal.text
+    queue.close()
+    queue.join_thread()
+
+
+def test_what_cannot_be_read_is_no_exception_that_torch_would_catch() -> None:
+    """It would open temporary files before it raises it anew; what follows is read."""
+    queue = LoaderQueue(ctx=multiprocessing.get_context("fork"))
+    queue.put(_Unreadable())
+    queue.put("sent")
+    with pytest.raises(UnreadableError, match="damaged") as caught:
+        queue.get(timeout=20)
+    assert isinstance(caught.value.cause, ValueError)
+    assert not isinstance(caught.value, Exception)
+    assert queue.get(timeout=20) == "sent"
+    with pytest.raises(Empty):
+        queue.get(timeout=0)
+    queue.close()
+    queue.join_thread()
+
+
+def test_indices_that_cannot_be_pickled_are_an_error_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The loop hears of it; without workers they are used as they are."""
+
+    class Functions:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: Any) -> int:
+            return int(index())
+
+    numbers: list[Any] = [lambda: 0, lambda: 1, lambda: 2, lambda: 3]
+    assert [batch.tolist() for batch in DataLoader(Functions(), batch_size=2, sampler=numbers)] == [[0, 1], [2, 3]]
+    loader = DataLoader(Functions(), batch_size=2, sampler=numbers, num_workers=2)
+    with pytest.raises(TypeError, match="indices that cannot be pickled"):
+        next(iter(loader))
+    assert "loader_healed" not in caplog.text, "no worker was given up for it"
+    loader.close()

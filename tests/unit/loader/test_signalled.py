@@ -117,21 +117,6 @@ def test_a_handlers_exception_is_not_taken_for_a_samples(
     assert not {"loader_healed", "sample_quarantined"} & set(events)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), ValueError("bad")], ids=["exit", "exception"])
-def test_what_a_sample_raises_itself_is_still_the_samples(error: BaseException) -> None:
-    """One that ends the interpreter is set aside, also while there are handlers."""
-
-    class Bad(Slow):
-        def __getitem__(self, index: int) -> int:
-            if index == 3:
-                raise error
-            return index
-
-    found = [item for batch in DataLoader(Bad(), batch_size=4) for item in batch.tolist()]
-    assert len(found) == 40
-    assert 3 not in found
-
-
 class Limited(Slow):
     """A sample that limits its own time, as is often done."""
 

@@ -59,14 +59,6 @@ def test_named_tuples_dataclasses_and_mappings_are_kept(x: torch.Tensor) -> None
     assert batch["pair"].targets.shape == (5,)
 
 
-def test_lists_of_names_are_cut_and_other_lists_are_shared(x: torch.Tensor) -> None:
-    """A list with one text or number per sample follows the samples; one of another length is for all."""
-    first, second = _parts({"x": x, "names": list("abcde"), "numbers": (1, 2, 3, 4, 5), "classes": ["cat", "dog"]}, 3)
-    assert (first["names"], second["names"]) == (["a", "b", "c"], ["d", "e"])
-    assert second["numbers"] == (4, 5)
-    assert first["classes"] == second["classes"] == ["cat", "dog"]
-
-
 def test_arrays_are_cut_like_tensors(x: torch.Tensor) -> None:
     """Numpy leaves are cut as views along the same dimension, also a negative one."""
     array = np.arange(10).reshape(2, 5)
@@ -90,18 +82,6 @@ def test_a_prefix_of_the_structure_says_how_each_part_is_cut(x: torch.Tensor) ->
     assert first["mask"] is batch["mask"]
     assert [len(target) for target in second["targets"]] == [2, 3]
     assert torch.equal(second["pairs"][1], x[2:4] + 1)
-
-
-def test_a_function_cuts_what_nothing_else_can() -> None:
-    """The parts of a user's function are used as they are, and its sizes are counted."""
-    sequences = [torch.zeros(number) for number in (5, 4, 3)]
-
-    def cut(batch: Any, micro_batch_size: int) -> list[Any]:
-        return [pack_sequence(batch[start : start + micro_batch_size]) for start in range(0, 3, micro_batch_size)]
-
-    assert batch_size(sequences, cut) == 3
-    pairs = micro_batches(sequences, 3, 2, cut)
-    assert [(part.batch_sizes[0].item(), length) for part, length in pairs] == [(2, 2), (1, 1)]
 
 
 def test_a_function_that_cuts_another_number_of_parts_is_refused(x: torch.Tensor) -> None:
@@ -147,19 +127,6 @@ def test_a_batch_without_a_batch_dimension_is_refused(batch: Any) -> None:
     assert caught.value.rule == "H205"
 
 
-@pytest.mark.parametrize(
-    ("most", "smallest", "lengths"),
-    [(2, 1, [2, 2, 1]), (2, 2, [2, 3]), (3, 2, [3, 2]), (4, 2, [5]), (4, 9, [5]), (9, 9, [5])],
-)
-def test_a_rest_that_is_too_small_joins_the_part_before_it(
-    most: int, smallest: int, lengths: list[int], x: torch.Tensor
-) -> None:
-    """No part has fewer samples than a pass can take, unless the whole batch has, and none is lost."""
-    pairs = micro_batches((x,), 5, most, smallest=smallest)
-    assert [length for _, length in pairs] == [len(part[0]) for part, _ in pairs] == lengths
-    assert torch.equal(torch.cat([part[0] for part, _ in pairs]), x)
-
-
 def test_fresh_containers_share_their_leaves(x: torch.Tensor) -> None:
     """A loss function may pop from and append to what it is given; the batch keeps its structure and tensors."""
     batch = {"x": x, "nested": {"y": [x, x]}, "user": UserDict(z=x), "pair": (Pair(x, x), {"a": np.zeros(2)})}
@@ -175,17 +142,6 @@ def test_fresh_containers_share_their_leaves(x: torch.Tensor) -> None:
     assert list(batch) == ["x", "nested", "user", "pair"]
     assert len(batch["nested"]["y"]) == 2
     assert batch["user"]["z"] is x
-
-
-def test_copies_are_real(x: torch.Tensor) -> None:
-    """Changing a copied batch in place, tensors or arrays, leaves the original as it was."""
-    batch = {"pair": Pair(x, torch.arange(5)), "a": np.zeros(5), "names": list("abcde")}
-    twin = copied(batch)
-    twin["pair"].inputs.zero_()
-    twin["a"] += 1
-    assert batch["pair"].inputs.sum() == 45
-    assert batch["a"].sum() == 0
-    assert twin["names"] == batch["names"]
 
 
 def test_in_place_changes_are_noticed(x: torch.Tensor) -> None:
