@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.loader.samples import Samples
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import LoaderError
@@ -119,25 +120,16 @@ def test_workers_that_are_lost_end_the_search(monkeypatch: pytest.MonkeyPatch) -
     assert "lost while 4 were tried" in loop.probe.reason
 
 
-class Waits:
-    """Samples that take some time, without a processor."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        time.sleep(0.003)
-        return index, float(torch.rand(()))
+def _wait(index: int) -> tuple[int, float]:
+    time.sleep(0.003)
+    return index, float(torch.rand(()))
 
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True, "prefetch_factor": 3}])
 def test_the_batches_are_those_of_any_number_of_workers(options: dict[str, Any]) -> None:
     """While workers are tried and changed no batch is lost, repeated or augmented otherwise, nor in later epochs."""
-    expected = DataLoader(Waits(160), batch_size=4, shuffle=True)
-    loader = DataLoader(Waits(160), batch_size=4, shuffle=True, num_workers="auto", **options)
+    expected = DataLoader(Samples(160, _wait), batch_size=4, shuffle=True)
+    loader = DataLoader(Samples(160, _wait), batch_size=4, shuffle=True, num_workers="auto", **options)
     events: list[tuple[str, dict[str, Any]]] = []
     loader._record = lambda data: events.append((data.kind, data.facts()))
     for _ in range(2):

@@ -9,7 +9,7 @@ import pickle
 import random
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.loader.samples import Samples, items
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
-    IterableDataset,
     SequentialSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -29,10 +28,6 @@ from torch.utils.data import (
 from holdfast import DataLoader, Guard, LoaderError
 from holdfast.loader.order.orders import LengthBucketed, Weighted
 from holdfast.loader.workers import processes as worker_processes
-
-
-def _items(batches: Any) -> list[Any]:
-    return [item for batch in batches for item in batch.tolist()]
 
 
 def _guarded(run_dir: Path, *, looks: bool, steps: int | None) -> list[int]:
@@ -90,43 +85,38 @@ _KEYS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_key_may_name_many_samples(keys: Callable[[], Any], workers: int, tmp_path: Path) -> None:
     """With ``batch_size=None`` a sampler's arrays, slices and lists reach the dataset; a bad one is set aside."""
+    bad = -1
 
-    class Tens:
-        bad = False
-
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, key: Any) -> torch.Tensor:
-            found = 10 * torch.arange(12)[key]
-            if self.bad and 40 in found:
-                raise ValueError("unreadable")
-            return found
+    def read(key: Any) -> torch.Tensor:
+        found = 10 * torch.arange(12)[key]
+        if bad in found:
+            raise ValueError("unreadable")
+        return found
 
     def loader() -> DataLoader:
-        return DataLoader(Tens(), batch_size=None, sampler=keys(), num_workers=workers)
+        return DataLoader(Samples(12, read), batch_size=None, sampler=keys(), num_workers=workers)
 
-    assert _items(loader()) == list(range(0, 120, 10))
-    Tens.bad = True
+    assert items(loader()) == list(range(0, 120, 10))
+    bad = 40
     for _ in range(2):  # the second time it is known from the file
         hurt = loader()
         hurt.ledger.keep_in(tmp_path / "ledger")
-        assert _items(hurt) == [0, 10, 20, *([60, 70, 80] * 2), 90, 100, 110]
+        assert items(hurt) == [0, 10, 20, *([60, 70, 80] * 2), 90, 100, 110]
         assert len(hurt.ledger) == 1
 
 
 def test_a_loader_can_be_copied_and_sent_to_a_process() -> None:
     """As torch's; a dataset that reads through a loader of its own works in workers that are started, not forked."""
-    loader = DataLoader(Normal(), batch_size=2, seed=np.int64(3))
+    loader = DataLoader(Samples(4, _normal), batch_size=2, seed=np.int64(3))
     expected = torch.cat(list(loader))
     for made in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert json.loads(json.dumps(made.state_dict()))["epoch"] == 1
         made.go_to(0)
         assert torch.equal(torch.cat(list(made)), expected)
-    outer = DataLoader(Through(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    outer = DataLoader(Samples(2, Through()), batch_size=2, num_workers=1, multiprocessing_context="spawn")
     events: list[str] = []
     outer._record = lambda data: events.append(data.kind)
-    assert _items(outer) == [6, 6]
+    assert items(outer) == [6, 6]
     assert "loader_healed" not in events
 
 
@@ -151,38 +141,15 @@ def test_a_loader_is_gone_with_its_last_reference(options: dict[str, Any]) -> No
         gc.enable()
 
 
-class Through(Dataset[int]):
-    """Reads through a loader."""
-
-    def __init__(self) -> None:
-        self.loader = DataLoader(list(range(4)), batch_size=2)
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        return sum(_items(self.loader))
-
-
 def test_an_iterator_knows_its_length() -> None:
     """Programs that count with ``len(iter(loader))`` go on working."""
     assert len(iter(DataLoader(list(range(5)), batch_size=2))) == 3  # type: ignore[arg-type] # torch's says so too
 
 
-class Normal:
-    """Samples that draw one number each from generators that make normal numbers in pairs."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([np.random.randn(), random.gauss(0, 1)])
-
-
 @pytest.mark.parametrize("sampler", [Weighted([1.0, 1.0], 16), WeightedRandomSampler([1.0, 1.0], 16)])
 def test_a_sample_that_comes_often_is_augmented_anew_each_time(sampler: Any) -> None:
     """Drawn with replacement, 16 draws of 2 samples have 16 augmentations, also after a cut and with another size."""
-    data = Subscripted()
+    data = Samples(2, lambda index: torch.rand(()))
     whole = torch.cat(list(DataLoader(data, batch_size=3, sampler=sampler)))
     assert len(whole.unique()) == 16
     loader = DataLoader(data, batch_size=3, sampler=sampler)
@@ -191,58 +158,6 @@ def test_a_sample_that_comes_often_is_augmented_anew_each_time(sampler: Any) -> 
     rest = DataLoader(data, batch_size=5, sampler=sampler)
     rest.load_state_dict(loader.state_dict())
     assert torch.equal(torch.cat([*head, *rest]), whole)
-
-
-class Subscripted:
-    """Two samples that are a random number each."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(())
-
-
-class Opened(Dataset[int]):
-    """A dataset whose file each worker opens for itself."""
-
-    file: Any = None
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return int(self.file[index])
-
-
-def _open(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.file = range(100, 108)  # type: ignore[attr-defined]
-
-
-def test_worker_init_fn_finds_the_users_dataset() -> None:
-    """``get_worker_info().dataset`` is what the program gave, so that it can open its files there."""
-    loader = DataLoader(Opened(), batch_size=4, num_workers=2, worker_init_fn=_open)
-    assert _items(loader) == list(range(100, 108))
-
-
-class Asking(IterableDataset[int]):
-    """Divides its items among workers, by a function that the loader cannot see in its code."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(*_part()))
-
-
-def _part() -> tuple[int, int, int]:
-    info = get_worker_info()
-    return (0, 16, 1) if info is None else (info.id, 16, info.num_workers)
-
-
-def test_a_stream_that_divides_itself_out_of_sight_is_not_divided_twice() -> None:
-    """It finds no worker's number to divide by, unless you say that it does; all items come in either case."""
-    assert sorted(_items(DataLoader(Asking(), batch_size=2, num_workers=2))) == list(range(16))
-    assert sorted(_items(DataLoader(Asking(), batch_size=2, num_workers=2, sharded=True))) == list(range(16))
 
 
 def test_an_order_that_was_made_for_other_data_is_refused() -> None:
@@ -277,3 +192,29 @@ def test_torch_raises_about_no_worker_of_ours(monkeypatch: pytest.MonkeyPatch) -
     raised.append("DataLoader worker (pid 1234) is killed by signal: Killed.")
     with pytest.raises(RuntimeError, match="1234"):
         worker_processes._on_child(signal.SIGCHLD, None)
+
+
+def test_worker_init_fn_finds_the_users_dataset() -> None:
+    """``get_worker_info().dataset`` is what the program gave, so that it can open its files there."""
+
+    def open_file(worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.read = range(100, 108).__getitem__  # type: ignore[attr-defined]
+
+    assert items(DataLoader(Samples(8), batch_size=4, num_workers=2, worker_init_fn=open_file)) == [*range(100, 108)]
+
+
+def _normal(index: int) -> torch.Tensor:
+    """Return a number each from the generators that make normal numbers in pairs."""
+    return torch.tensor([np.random.randn(), random.gauss(0, 1)])
+
+
+class Through:
+    """Reads through a loader."""
+
+    def __init__(self) -> None:
+        self.loader = DataLoader(list(range(4)), batch_size=2)
+
+    def __call__(self, index: int) -> int:
+        return sum(items(self.loader))

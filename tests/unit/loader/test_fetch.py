@@ -8,21 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.loader.samples import Samples, items, noise
 
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.order.plan import Entry
 from holdfast.loader.random_state import capture
 from holdfast.loader.workers.fetch import Fetcher, Report, find_nonfinite, shortage_in
-
-
-class Noise:
-    """A dataset that draws from all three generators."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
-        return index, random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
 def _fetch(dataset: Any, *indices: int, epoch: int = 0, seed: int = 5) -> Any:
@@ -32,22 +23,21 @@ def _fetch(dataset: Any, *indices: int, epoch: int = 0, seed: int = 5) -> Any:
 
 def test_samples_do_not_depend_on_their_neighbours() -> None:
     """A sample is the same alone, in a batch, and at another place of it."""
-    batch = _fetch(Noise(), 7, 1, 3, epoch=2)
-    assert _fetch(Noise(), 1, epoch=2) == [batch[1]]
-    assert _fetch(Noise(), 3, 7, epoch=2) == [batch[2], batch[0]]
+    batch = _fetch(Samples(10, noise), 7, 1, 3, epoch=2)
+    assert _fetch(Samples(10, noise), 1, epoch=2) == [batch[1]]
+    assert _fetch(Samples(10, noise), 3, 7, epoch=2) == [batch[2], batch[0]]
 
 
 def test_loading_leaves_the_random_state_of_training_alone() -> None:
     """In the main process nothing is drawn from the global generators, also when a sample fails."""
 
-    class Broken(Noise):
-        def __getitem__(self, index: int) -> tuple[int, float, float, float]:
-            super().__getitem__(index)
-            raise LookupError("broken sample")
+    def broken(index: int) -> None:
+        noise(index)
+        raise LookupError("broken sample")
 
     before = capture()
-    _fetch(Noise(), 1, 2)
-    assert _fetch(Broken(), 1) is None
+    _fetch(Samples(10, noise), 1, 2)
+    assert _fetch(Samples(10, broken), 1) is None
     after = capture()
     assert after.python == before.python
     assert np.array_equal(after.numpy[1], before.numpy[1])
@@ -58,13 +48,11 @@ def test_loading_leaves_the_random_state_of_training_alone() -> None:
 def test_generators_that_are_drawn_from_late_are_noticed() -> None:
     """A dataset that draws from python or numpy only now and then gets the same numbers as if always seeded."""
 
-    class Rare(Noise):
-        def __getitem__(self, index: int) -> Any:
-            drawn = random.random() if index == 3 else float(np.random.rand()) if index == 5 else 0.0
-            return index, drawn
+    def rare(index: int) -> tuple[int, float]:
+        return index, random.random() if index == 3 else float(np.random.rand()) if index == 5 else 0.0
 
-    together = _fetch(Rare(), *range(8))
-    alone = [_fetch(Rare(), index)[0] for index in range(8)]
+    together = _fetch(Samples(8, rare), *range(8))
+    alone = [_fetch(Samples(8, rare), index)[0] for index in range(8)]
     assert together == alone
     assert together[3][1]
     assert together[5][1]
@@ -145,12 +133,8 @@ def test_no_exception_leaves_a_fetch(error: Any) -> None:
 
 def test_values_that_are_not_finite_are_bad_if_asked_for() -> None:
     """With the check a sample with NaN anywhere in it is replaced, and the report says where the NaN is."""
-
-    class Holes:
-        def __getitem__(self, index: int) -> Any:
-            return {"x": torch.tensor([1.0, float("nan") if index == 1 else 0.0]), "name": "a"}
-
-    batch, report = _report(Holes(), Entry(0, 0, (0, 1, 2)), check_finite=True)
+    holes = Samples(3, lambda index: {"x": torch.tensor([1.0, float("nan") if index == 1 else 0.0]), "name": "a"})
+    batch, report = _report(holes, Entry(0, 0, (0, 1, 2)), check_finite=True)
     assert report.failures[0].kind == "non-finite"
     assert "sample['x']" in report.failures[0].text
     assert report.indices == (0, 2, 2)
@@ -183,24 +167,18 @@ def test_what_a_machine_is_short_of_is_told_from_what_a_sample_lacks(error: Exce
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_row_of_bad_samples_is_replaced_or_a_missing_drive(workers: int) -> None:
     """Up to sixteen behind a batch are passed over and quarantined; beyond that none is, and its own error comes."""
+    bad = range(10, 30)
 
-    class CutShort:
-        bad = range(10, 30)
+    def read(index: int) -> int:
+        if index in bad:
+            raise OSError("truncated")
+        return index
 
-        def __len__(self) -> int:
-            return 60
-
-        def __getitem__(self, index: int) -> int:
-            if index in self.bad:
-                raise OSError("truncated")
-            return index
-
-    loader = DataLoader(CutShort(), batch_size=8, num_workers=workers, quarantine=30)
-    found = [index for batch in loader for index in batch.tolist()]
-    assert found == [30 if index in CutShort.bad else index for index in range(60)]
-    assert [entry.index for entry in loader.ledger] == list(CutShort.bad)
-    CutShort.bad = range(10, 60)
-    loader = DataLoader(CutShort(), batch_size=8, num_workers=workers, quarantine=60)
+    loader = DataLoader(Samples(60, read), batch_size=8, num_workers=workers, quarantine=30)
+    assert items(loader) == [30 if index in bad else index for index in range(60)]
+    assert [entry.index for entry in loader.ledger] == list(bad)
+    bad = range(10, 60)
+    loader = DataLoader(Samples(60, read), batch_size=8, num_workers=workers, quarantine=60)
     with pytest.raises(OSError, match="truncated") as caught:
         list(loader)
     assert "None of 22 samples in a row could be read: is a folder or a drive missing?" in caught.value.__notes__[0]

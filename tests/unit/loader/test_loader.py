@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.loader.samples import Samples, noise
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -23,20 +23,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
 from holdfast.testing import check_resumable
-
-
-class Augmented(Dataset[Any]):
-    """Samples with an index and noise from all three generators."""
-
-    def __init__(self, length: int = 11) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-        return index, torch.tensor(noise, dtype=torch.float64)
 
 
 class Stream(IterableDataset[int]):
@@ -122,22 +108,22 @@ def test_what_torch_refuses_is_refused_in_the_same_way(options: dict[str, Any]) 
 
 
 _RESUMABLE: dict[str, Callable[[], Any]] = {
-    "shuffled": lambda: DataLoader(Augmented(), batch_size=3, shuffle=True, seed=4),
-    "drop_last": lambda: DataLoader(Augmented(), batch_size=3, shuffle=True, drop_last=True),
-    "in order": lambda: DataLoader(Augmented(), batch_size=4),
-    "no batches": lambda: DataLoader(Augmented(4), batch_size=None, shuffle=True),
-    "one batch": lambda: DataLoader(Augmented(3), batch_size=8, shuffle=True),
-    "random sampler": lambda: DataLoader(Augmented(), batch_size=3, sampler=RandomSampler(range(11))),
+    "shuffled": lambda: DataLoader(Samples(11, noise), batch_size=3, shuffle=True, seed=4),
+    "drop_last": lambda: DataLoader(Samples(11, noise), batch_size=3, shuffle=True, drop_last=True),
+    "in order": lambda: DataLoader(Samples(11, noise), batch_size=4),
+    "no batches": lambda: DataLoader(Samples(4, noise), batch_size=None, shuffle=True),
+    "one batch": lambda: DataLoader(Samples(3, noise), batch_size=8, shuffle=True),
+    "random sampler": lambda: DataLoader(Samples(11, noise), batch_size=3, sampler=RandomSampler(range(11))),
     "sampler with generator": lambda: DataLoader(
-        Augmented(), batch_size=3, sampler=RandomSampler(range(11), generator=torch.Generator())
+        Samples(11, noise), batch_size=3, sampler=RandomSampler(range(11), generator=torch.Generator())
     ),
-    "weighted": lambda: DataLoader(Augmented(), batch_size=3, sampler=WeightedRandomSampler([1.0] * 11, 7)),
-    "set_epoch": lambda: DataLoader(Augmented(), batch_size=3, sampler=ReverseByEpoch(range(11))),
+    "weighted": lambda: DataLoader(Samples(11, noise), batch_size=3, sampler=WeightedRandomSampler([1.0] * 11, 7)),
+    "set_epoch": lambda: DataLoader(Samples(11, noise), batch_size=3, sampler=ReverseByEpoch(range(11))),
     "batch_sampler": lambda: DataLoader(
-        Augmented(), batch_sampler=BatchSampler(RandomSampler(range(11)), 4, drop_last=False)
+        Samples(11, noise), batch_sampler=BatchSampler(RandomSampler(range(11)), 4, drop_last=False)
     ),
     "generator": lambda: DataLoader(
-        Augmented(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(7)
+        Samples(11, noise), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(7)
     ),
 }
 
@@ -150,9 +136,9 @@ def test_it_resumes_exactly_after_any_batch(make_loader: Callable[[], Any]) -> N
 
 def test_workers_give_the_same_samples_and_augmentation() -> None:
     """Zero and two workers give equal batches in two epochs."""
-    alone = DataLoader(Augmented(), batch_size=4, shuffle=True, seed=2)
+    alone = DataLoader(Samples(11, noise), batch_size=4, shuffle=True, seed=2)
     with_workers = DataLoader(
-        Augmented(), batch_size=4, shuffle=True, seed=2, num_workers=2, worker_init_fn=_draw_in_worker
+        Samples(11, noise), batch_size=4, shuffle=True, seed=2, num_workers=2, worker_init_fn=_draw_in_worker
     )
     expected = [batch for _ in range(2) for batch in alone]
     found = [batch for _ in range(2) for batch in with_workers]
@@ -162,7 +148,7 @@ def test_workers_give_the_same_samples_and_augmentation() -> None:
 
 def test_the_position_counts_what_was_handed_out_not_what_workers_fetched() -> None:
     """Batches that workers have ready are not counted, so none is lost at a restart."""
-    loader = DataLoader(Augmented(40), batch_size=4, num_workers=2, prefetch_factor=4, persistent_workers=True)
+    loader = DataLoader(Samples(40, noise), batch_size=4, num_workers=2, prefetch_factor=4, persistent_workers=True)
     iterator = iter(loader)
     next(iterator)
     next(iterator)
@@ -222,22 +208,15 @@ def test_what_is_no_position_or_no_seed_is_refused() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_is_drawn_from_is_found_out_once(num_workers: int) -> None:
     """A first batch that draws from numpy is read twice; with that known, no batch of later epochs is."""
+    reads = torch.zeros(1, dtype=torch.int64).share_memory_()
 
-    class Counts:
-        def __init__(self) -> None:
-            self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
+    def read(index: int) -> float:
+        reads.add_(1)
+        return float(np.random.random())
 
-        def __len__(self) -> int:
-            return 6
-
-        def __getitem__(self, index: int) -> float:
-            self.reads += 1
-            return float(np.random.random())
-
-    dataset = Counts()
-    loader = DataLoader(dataset, batch_size=2, num_workers=num_workers)
+    loader = DataLoader(Samples(6, read), batch_size=2, num_workers=num_workers)
     epochs = []
     for expected in (8, 14):
         epochs.append([batch.tolist() for batch in loader])
-        assert dataset.reads.item() == expected
+        assert reads.item() == expected
     assert epochs[0] != epochs[1]

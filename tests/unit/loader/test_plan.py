@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.loader.samples import Samples, items
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -33,17 +34,6 @@ def _plan(length: int = 22, **changes: Any) -> ByPosition:
     return ByPosition(order=Sequential(length), **options)
 
 
-def test_spares_follow_in_the_order_and_begin_anew_at_its_end() -> None:
-    """What may stand in for a bad sample comes next in the order, also where the batch is the whole epoch."""
-    entries = [entry for entry, _ in _plan().entries(0, 0, ())]
-    assert entries[0].spares == tuple(range(4, 20))
-    assert entries[-1].indices == (20, 21)
-    assert entries[-1].spares == tuple(range(16))
-    (whole, _), *_ = _plan(3).entries(0, 0, ())
-    assert whole.indices == (0, 1, 2)
-    assert whole.spares == (0, 1, 2)
-
-
 def test_an_entry_knows_what_is_quarantined_when_it_is_made() -> None:
     """The set is read for each entry, so a sample that goes meanwhile is known to the entries after it."""
     bad = {5}
@@ -52,16 +42,6 @@ def test_an_entry_knows_what_is_quarantined_when_it_is_made() -> None:
     bad.add(17)
     assert next(entries)[0].bad == (5, 17)
     assert next(entries)[0].bad == (17,)
-
-
-def test_what_is_quarantined_takes_no_place_among_those_that_may_stand_in() -> None:
-    """There are always as many good ones, at the places that they have without it."""
-    entries = [entry for entry, _ in _plan(60).entries(0, 0, set(range(5, 25)))]
-    assert entries[0].spares == (*range(4, 40),)
-    assert entries[6].spares == (*range(28, 44),)
-    batches = ByBatch(Sampled([[0, 1], [2], [3, 4], [5]], 1))
-    found = [entry.spares[:3] for entry, _ in batches.entries(0, 0, {2, 3})]
-    assert found == [(2, 3, 4), (3, 4, 5), (5, 0, 1), (0, 1, 2)]
 
 
 def test_a_batch_samplers_batches_stay_as_they_are() -> None:
@@ -144,22 +124,13 @@ def test_another_iterator_does_not_draw_the_epoch_anew() -> None:
         restarted.load_state_dict(state)
 
 
+def _noisy(index: int) -> float:
+    """Return what shows the epoch's order and its random numbers."""
+    return index + random.random()
+
+
 def _distributed(length: int = 12) -> Any:
     return DistributedSampler(range(length), num_replicas=1, rank=0)  # type: ignore[arg-type]
-
-
-def _seen(loader: DataLoader) -> list[float]:
-    return [value for batch in loader for value in batch.tolist()]
-
-
-class Noisy:
-    """Samples that show the epoch's order and its random numbers."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> float:
-        return index + random.random()
 
 
 @pytest.mark.parametrize("batches", [False, True])
@@ -168,30 +139,30 @@ def test_an_epoch_that_is_set_on_a_sampler_is_the_next_one(batches: bool) -> Non
 
     def make(sampler: Any) -> DataLoader:
         if batches:
-            return DataLoader(Noisy(), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
-        return DataLoader(Noisy(), batch_size=4, sampler=sampler)
+            return DataLoader(Samples(12, _noisy), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+        return DataLoader(Samples(12, _noisy), batch_size=4, sampler=sampler)
 
     counting = make(_distributed())
-    epochs = [_seen(counting) for _ in range(8)]
+    epochs = [items(counting) for _ in range(8)]
     assert len({tuple(epoch) for epoch in epochs}) == 8
     sampler = _distributed()
     loader = make(sampler)
     for epoch in (5, 6, 2):
         sampler.set_epoch(epoch)
-        assert _seen(loader) == epochs[epoch]
-    assert _seen(loader) == epochs[3], "nobody has set one"
+        assert items(loader) == epochs[epoch]
+    assert items(loader) == epochs[3], "nobody has set one"
     next(iter(loader))
     sampler.set_epoch(7)
-    assert _seen(loader) == epochs[7], "an epoch that was left"
+    assert items(loader) == epochs[7], "an epoch that was left"
     sampler.set_epoch(1)
-    assert _seen(make(sampler)) == epochs[1], "set before the loader was made"
+    assert items(make(sampler)) == epochs[1], "set before the loader was made"
 
 
 @pytest.mark.parametrize("cut", [0, 1])
 def test_a_position_that_was_loaded_comes_before_an_epoch_that_nobody_set(cut: int) -> None:
     """The sampler's default of 0, or what was set before, does not lead a resumed loader back."""
-    loader = DataLoader(Noisy(), batch_size=4, sampler=_distributed())
-    epochs = [_seen(loader) for _ in range(4)]
+    loader = DataLoader(Samples(12, _noisy), batch_size=4, sampler=_distributed())
+    epochs = [items(loader) for _ in range(4)]
     loader.go_to(3)
     for _ in range(cut):
         next(iter(loader))
@@ -199,11 +170,11 @@ def test_a_position_that_was_loaded_comes_before_an_epoch_that_nobody_set(cut: i
         sampler = _distributed()
         if before is not None:
             sampler.set_epoch(before)
-        resumed = DataLoader(Noisy(), batch_size=4, sampler=sampler)
+        resumed = DataLoader(Samples(12, _noisy), batch_size=4, sampler=sampler)
         resumed.load_state_dict(loader.state_dict())
         if cut:
             sampler.set_epoch(1)  # in the middle of an epoch it is too late
-        assert _seen(resumed) == epochs[3][4 * cut :]
+        assert items(resumed) == epochs[3][4 * cut :]
 
 
 _DATA = list(range(60))
@@ -277,19 +248,6 @@ def test_a_length_that_depends_on_the_epoch_resumes_and_rolls_back(make: Callabl
             continued = other()
             continued.load_state_dict(json.loads(json.dumps(state)))
             assert [batch.tolist() for batch in continued] == epochs[epoch][state["consumed"] and made :]
-
-
-def test_another_order_of_such_a_kind_is_still_refused() -> None:
-    """By what is drawn in the middle of an epoch, and by the length of the dataset."""
-    loader = DataLoader(_DATA, batch_sampler=ByEpoch())
-    list(loader)
-    next(iter(loader))
-    with pytest.raises(LoaderError, match="another order") as caught:
-        DataLoader(_DATA, batch_sampler=ByEpoch(59)).load_state_dict(loader.state_dict())
-    assert caught.value.rule == "H604"
-    other = DataLoader(_DATA[:50], batch_size=4, sampler=RandomSampler(range(50)))
-    with pytest.raises(LoaderError, match="length=50"):
-        other.load_state_dict(DataLoader(_DATA, batch_size=4, sampler=RandomSampler(range(60))).state_dict())
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.loader.samples import Samples, items
 
 from holdfast.core.errors import LoaderError
 from holdfast.core.events import EventData
@@ -83,18 +84,14 @@ def test_a_run_with_more_quarantined_than_is_allowed_is_refused(tmp_path: Path) 
 def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     """The sample is quarantined all the same, the event says that the file lacks it, and the next one writes both."""
 
-    class Bad:
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> int:
-            if index in {3, 5}:
-                raise ValueError("unreadable")
-            return index
+    def read(index: int) -> int:
+        if index in {3, 5}:
+            raise ValueError("unreadable")
+        return index
 
     place = tmp_path / "gone"
     place.mkdir()
-    loader = DataLoader(Bad(), batch_size=2, quarantine=2)
+    loader = DataLoader(Samples(8, read), batch_size=2, quarantine=2)
     told: list[str | None] = []
 
     def record(event: EventData) -> None:
@@ -104,7 +101,7 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
 
     loader.attach(record, place)
     place.rmdir()
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 4], [4, 6], [6, 7]]
+    assert items(loader) == [0, 1, 2, 4, 4, 6, 6, 7]
     assert "No such file" in str(told[0])
     assert told[1:] == [None]
     assert [*read_ledger(place / FILE_NAME)] == [3, 5]

@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.unit.loader.samples import items
 from torch import distributed
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, get_worker_info
 
 from holdfast import DataLoader, LoaderError
 from holdfast.core.events import EventData
-
-
-def _samples(loader: DataLoader) -> list[int]:
-    return [sample for batch in loader for sample in batch.tolist()]
 
 
 def test_a_process_group_may_be_made_after_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +35,7 @@ def test_a_process_group_may_be_made_after_the_loader(monkeypatch: pytest.Monkey
             group.setattr(distributed, "get_rank", lambda rank=rank: rank)
             for name, loader in loaders.items():
                 loader._record = events.append
-                found[name].append(_samples(loader))
+                found[name].append(items(loader))
                 assert len(loader) == (6 if name in ("samples", "stream") else 11)
     for name in ("samples", "stream"):
         assert sorted(sample for each in found[name] for sample in each) == list(range(22)), name

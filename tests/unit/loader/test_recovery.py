@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit.loader.samples import Samples, items
 from torch.utils.data import IterableDataset, get_worker_info
 
-from holdfast import DataLoader
 from holdfast.core.errors import LoaderError
 from holdfast.core.events import EventData
 from holdfast.core.run_events import DescriptorLimitRaised
@@ -31,24 +31,6 @@ from holdfast.loader.workers.watch import Loss
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-class Numbers:
-    """The numbers up to a length; in a worker something may happen at one of them."""
-
-    def __init__(self, length: int = 40) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        if get_worker_info() is not None:
-            self.in_worker(index)
-        return index
-
-    def in_worker(self, index: int) -> None:
-        """Do nothing."""
-
-
 def _events(loader: DataLoader) -> list[dict[str, Any]]:
     """Let a loader record what happens in a list."""
     found: list[dict[str, Any]] = []
@@ -61,48 +43,40 @@ def _events(loader: DataLoader) -> list[dict[str, Any]]:
     return found
 
 
-def _read(loader: DataLoader) -> list[int]:
-    return [number for batch in loader for number in batch.tolist()]
-
-
 def test_workers_that_never_start_are_done_without() -> None:
     """If workers exit at every start, fewer are tried, and at last the main process reads by itself."""
-    loader = DataLoader(Numbers(), batch_size=4, num_workers=2, worker_init_fn=lambda worker: os._exit(4))
+    loader = DataLoader(Samples(40), batch_size=4, num_workers=2, worker_init_fn=lambda worker: os._exit(4))
     events = _events(loader)
-    assert _read(loader) == list(range(40))
+    assert items(loader) == list(range(40))
     assert [event["workers"] for event in events] == [2, 1, 0]
     assert all(event["cause"] for event in events)
 
 
 def test_one_sample_that_asks_for_too_much_is_quarantined_at_last() -> None:
     """One with a wrong size in it runs short without workers too, where it counts as the sample's own fault."""
-
-    class Huge(Numbers):
-        def __getitem__(self, index: int) -> int:
-            return np.zeros(2**50 if index == 5 else 1).size * index
-
-    loader = DataLoader(Huge(), batch_size=4, num_workers=2)
+    huge = Samples(40, lambda index: np.zeros(2**50 if index == 5 else 1).size * index)
+    loader = DataLoader(huge, batch_size=4, num_workers=2)
     events = _events(loader)
-    assert _read(loader) == [6 if index == 5 else index for index in range(40)]
+    assert items(loader) == [6 if index == 5 else index for index in range(40)]
     assert [event["workers"] for event in events if event["kind"] == "loader_healed"] == [1, 0]
     assert [event["sample"] for event in events if event["kind"] == "sample_quarantined"] == [5]
 
 
 def test_the_cause_of_a_loss_between_epochs_is_told() -> None:
     """A worker that was kept and is killed before the next epoch begins is named with what killed it."""
-    loader = DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
+    loader = DataLoader(Samples(40), batch_size=4, num_workers=2, persistent_workers=True)
     events = _events(loader)
-    _read(loader)
+    items(loader)
     killed = multiprocessing.active_children()[0]
     os.kill(killed.pid or 0, signal.SIGKILL)
-    assert _read(loader) == list(range(40))
+    assert items(loader) == list(range(40))
     loader.close()
     assert [event["cause"][1 + len("worker ") :] for event in events] == [" was killed by SIGKILL"]
 
 
 def test_a_collate_function_that_hangs_is_an_honest_end() -> None:
     """No sample is to blame, and without workers it would block training: H614 after the second time."""
-    loader = DataLoader(Numbers(), batch_size=4, num_workers=1, timeout=0.3, collate_fn=lambda _: time.sleep(1e6))
+    loader = DataLoader(Samples(40), batch_size=4, num_workers=1, timeout=0.3, collate_fn=lambda _: time.sleep(1e6))
     events = _events(loader)
     with pytest.raises(LoaderError, match="stuck at batch 0") as caught:
         list(loader)
@@ -269,17 +243,10 @@ def test_what_cannot_be_read_is_no_exception_that_torch_would_catch() -> None:
 
 def test_indices_that_cannot_be_pickled_are_an_error_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """The loop hears of it; without workers they are used as they are."""
-
-    class Functions:
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: Any) -> int:
-            return int(index())
-
+    functions = Samples(4, lambda index: index())
     numbers: list[Any] = [lambda: 0, lambda: 1, lambda: 2, lambda: 3]
-    assert [batch.tolist() for batch in DataLoader(Functions(), batch_size=2, sampler=numbers)] == [[0, 1], [2, 3]]
-    loader = DataLoader(Functions(), batch_size=2, sampler=numbers, num_workers=2)
+    assert items(DataLoader(functions, batch_size=2, sampler=numbers)) == [0, 1, 2, 3]
+    loader = DataLoader(functions, batch_size=2, sampler=numbers, num_workers=2)
     with pytest.raises(TypeError, match="indices that cannot be pickled"):
         next(iter(loader))
     assert "loader_healed" not in caplog.text, "no worker was given up for it"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.unit.loader.samples import Samples, items
 from torch.utils.data import IterableDataset, default_collate
 
 from holdfast.loader.loader import DataLoader
@@ -22,15 +23,10 @@ class Preempted(Exception):  # noqa: N818 - as users name it
     """As many a training script has one."""
 
 
-class Slow:
-    """A sample waits, so that a signal finds the loader at it."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.05)
-        return index
+def _slow(index: int) -> int:
+    """Wait, so that a signal finds the loader at it."""
+    time.sleep(0.05)
+    return index
 
 
 class SlowStream(IterableDataset[int]):
@@ -83,8 +79,8 @@ def _only_once(handler: Callable[..., None]) -> Any:
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
-        (Slow(), {}),
-        (Slow(), {"num_workers": 1}),
+        (Samples(40, _slow), {}),
+        (Samples(40, _slow), {"num_workers": 1}),
         (list(range(40)), {"collate_fn": _slow_collate}),
         (SlowStream(), {}),
     ],
@@ -117,21 +113,20 @@ def test_a_handlers_exception_is_not_taken_for_a_samples(
     assert not {"loader_healed", "sample_quarantined"} & set(events)
 
 
-class Limited(Slow):
-    """A sample that limits its own time, as is often done."""
+def _limited(index: int) -> int:
+    """Limit the time of a sample, as is often done."""
 
-    def __getitem__(self, index: int) -> int:
-        def late(number: int, frame: Any) -> None:
-            raise TimeoutError
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError
 
-        signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        try:
-            if index == 5:
-                time.sleep(60)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        return index
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        if index == 5:
+            time.sleep(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return index
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -139,9 +134,7 @@ def test_a_time_limit_of_a_samples_own_is_the_samples(workers: int) -> None:
     """What takes too long is set aside."""
     before = signal.getsignal(signal.SIGALRM)
     try:
-        found = [
-            item for batch in DataLoader(Limited(), batch_size=4, num_workers=workers) for item in batch.tolist()
-        ]
+        found = items(DataLoader(Samples(40, _limited), batch_size=4, num_workers=workers))
     finally:
         signal.signal(signal.SIGALRM, before)
     assert len(found) == 40

@@ -171,29 +171,6 @@ def test_a_stream_without_state_is_read_over() -> None:
     assert ("stream_read_over", 8) in events
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("length", [1, 22, 24])
-def test_ranks_share_a_stream(world_size: int, length: int) -> None:
-    """Every rank has equally many batches, and together they have each item."""
-    parts = [
-        list(_loader(Plain(length), sharded=False, rank=rank, world_size=world_size)) for rank in range(world_size)
-    ]
-    assert len({len(part) for part in parts}) == 1
-    found = {item[0] for part in parts for item in _items(part)}
-    assert found == set(range(length))
-
-
-@pytest.mark.parametrize("kind", [Plain, Stateful, Own])
-def test_a_worker_that_dies_changes_nothing(kind: type[Plain], tmp_path: Path) -> None:
-    """A stream goes on at the batch that was next, whoever deals out its items."""
-    options = {"num_workers": 2, "sharded": kind is Own}
-    expected = list(_loader(kind(40), **options))
-    loader, causes = _loader(kind(40, tmp_path / "killed"), **options), []
-    loader._record = lambda data: causes.append(data.facts().get("cause"))
-    assert _same(list(loader), expected)
-    assert any("SIGKILL" in cause for cause in causes if cause), causes
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [lambda: ValueError("broken item"), lambda: SystemExit(2)], ids=["error", "exit"])
 def test_an_item_that_raises_ends_the_epoch_with_its_error(workers: int, make: Callable[[], BaseException]) -> None:
@@ -335,17 +312,23 @@ def test_an_order_that_is_drawn_as_the_iterator_begins_is_the_same_after_any_cut
         assert found == expected
 
 
-@pytest.mark.parametrize("noise", [_nothing, _varying])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_worker_that_dies_leaves_the_order_as_it_was_drawn(
-    noise: Callable[[int], float], workers: int, tmp_path: Path
-) -> None:
-    """The workers after it draw the order of the epoch's beginning."""
-    expected = _items(_loader(Ordered(_by_torch, noise)))
-    loader, causes = _loader(Ordered(_by_torch, noise, tmp_path / "killed"), num_workers=workers, sharded=False), []
-    loader._record = lambda data: causes.append(data.facts().get("cause"))
-    assert _items(loader) == expected
-    assert any("SIGKILL" in cause for cause in causes if cause), causes
+_KILLED: dict[str, Callable[[Path | None], Any]] = {
+    "plain": lambda kills: Plain(40, kills),
+    "with state": lambda kills: Stateful(40, kills),
+    "divided": lambda kills: Own(40, kills),
+    "ordered": lambda kills: Ordered(_by_torch, _nothing, kills),
+    "ordered, noisy": lambda kills: Ordered(_by_torch, _varying, kills),
+}
+
+
+@pytest.mark.parametrize("make", _KILLED.values(), ids=_KILLED)
+def test_a_worker_that_dies_changes_nothing(make: Callable[[Path | None], Any], tmp_path: Path) -> None:
+    """A stream goes on at the batch that was next, in the order that the epoch's beginning drew."""
+    options = {"num_workers": 2, "sharded": isinstance(make(None), Own)}
+    loader, causes = _loader(make(tmp_path / "killed"), **options), []
+    loader._record = lambda data: causes.append(str(data.facts().get("cause")))
+    assert _same(list(loader), list(_loader(make(None), **options)))
+    assert any("SIGKILL" in cause for cause in causes), causes
 
 
 @pytest.mark.parametrize("noise", [_nothing, _varying])

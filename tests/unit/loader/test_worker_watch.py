@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset
+from tests.unit.loader.samples import Samples
 
 from holdfast import DataLoader
 from holdfast.loader.workers import pool as generation
@@ -75,16 +75,6 @@ def _wait_for_loss(watch: Watch, *, waiting: bool = True) -> worker_watch.Loss:
             time.sleep(0.01)
     assert watch.lost
     return watch.loss()
-
-
-class _Pids(Dataset[int]):
-    """Tells who reads it."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
 
 
 def _forever(board: Board, number: int) -> None:
@@ -239,7 +229,7 @@ def test_a_loss_waits_until_another_loader_is_closed(
     """A loader that is collected while one waits for another's batch is closed, also if that one loses a worker."""
     unheard: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: unheard.append(what.exc_value))
-    dropped = [iter(DataLoader(_Pids(), batch_size=2, num_workers=1))]
+    dropped = [iter(DataLoader(Samples(8, lambda index: os.getpid()), batch_size=2, num_workers=1))]
     pid = int(next(dropped[0])[0])
     os.kill(pid, signal.SIGSTOP)  # so that closing takes a while
 
