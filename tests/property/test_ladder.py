@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.events import Decision, Recompute, Retry, Split, Stop
+from holdfast.core.events import Decision, Stop
 from holdfast.memory.ladder import MemoryLadder, Plan, Remedies
 
 _SETTINGS = settings(deadline=None, max_examples=80)
@@ -125,17 +125,3 @@ def test_the_state_goes_through_json_at_any_step(
     for _ in range(40):
         assert _step(twin, device, batch_size) == _step(ladder, device, batch_size)
         assert twin.plan == ladder.plan
-
-
-@_SETTINGS
-@given(_devices(), st.integers(1, 64))
-def test_remedies_of_the_first_step_come_in_the_order_of_their_promises(device: Device, batch_size: int) -> None:
-    """A retry comes first and once, recompute next and once, and each split is smaller than the one before."""
-    decisions, _ = _step(MemoryLadder(largest=None, grow_after_steps=9), device, batch_size)
-    kinds = [type(decision) for decision in decisions if not isinstance(decision, Stop)]
-    assert kinds == sorted(kinds, key=[Retry, Recompute, Split].index)
-    assert kinds.count(Retry) <= 1
-    assert kinds.count(Recompute) <= 1
-    sizes = [decision.micro_batch_size for decision in decisions if isinstance(decision, Split)]
-    assert sizes == sorted(set(sizes), reverse=True)
-    assert all(size < batch_size for size in sizes)

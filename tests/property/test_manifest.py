@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.saver import snapshot, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.errors import CheckpointError
-from holdfast.testing import flip_bit
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +78,4 @@ def test_any_other_content_of_a_file_is_detected(data: st.DataObject, entry: Ent
             entry.verify()
     finally:
         path.write_bytes(before)
-    entry.verify()
-
-
-@settings(deadline=None, max_examples=30)
-@given(bit=st.integers(0))
-def test_damage_of_a_copy_does_not_spoil_the_original(
-    bit: int, entry: Entry, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A checkpoint may be copied elsewhere: the copy verifies by itself, and is judged by its own bytes."""
-    copy = Entry(path=tmp_path_factory.mktemp("copy") / "0", save_id=entry.save_id, global_step=entry.global_step)
-    shutil.copytree(entry.path, copy.path)
-    copy.verify()
-    path = copy.path / "model.safetensors"
-    flip_bit(path, bit % (8 * path.stat().st_size))
-    with pytest.raises(CheckpointError):
-        copy.verify()
     entry.verify()

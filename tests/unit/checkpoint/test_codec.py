@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
-import math
 from enum import IntEnum
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -38,56 +36,6 @@ def _round_trip(value: Any) -> Any:
     return decode(body, {name: tensor.clone() for name, tensor in encoder.tensors.items()})
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        -(2**80),
-        0.1,
-        -0.0,
-        math.inf,
-        -math.inf,
-        "text \u2028 \U0001f600 \x00",
-        b"\x00\xff",
-        1 - 2j,
-        {},
-        (1, (2,)),
-        {1, 2},
-        frozenset({"a"}),
-        {"$": "tensor", "name": "x"},
-        {1: "a", "1": "b", (1, 2): "c", None: "d", 1.5: "e", False: "f"},
-        collections.OrderedDict([("b", 1), ("a", 2)]),
-        collections.Counter("hello"),
-        collections.defaultdict(list, {"a": [1]}),
-        collections.defaultdict(None, {"a": 1}),
-        collections.deque([1, 2], maxlen=5),
-        torch.Size([2, 3]),
-        torch.float16,
-        torch.device("cuda", 3),
-        Path("/data/x"),
-        np.float32(0.1),
-        np.int64(-7),
-        np.bool_(True),
-        np.complex128(1j),
-    ],
-    ids=repr,
-)
-def test_a_value_comes_back_with_its_type(value: Any) -> None:
-    """Every supported value survives real JSON, with its type, its order and its extras."""
-    found = _round_trip(value)
-    assert type(found) is type(value)
-    assert found == value
-    assert repr(found) == repr(value)
-
-
-def test_nan_is_kept_as_strict_json() -> None:
-    """NaN is no JSON number, and still comes back as NaN, also as the real part of a complex."""
-    assert math.isnan(_round_trip({"lowest": math.nan})["lowest"])
-    found = _round_trip(complex(math.nan, -math.inf))
-    assert math.isnan(found.real)
-    assert found.imag == -math.inf
-
-
 def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
     """Two names of one tensor give one stored tensor and, after decoding, one object."""
     weight = torch.randn(3, 2)
@@ -108,13 +56,6 @@ def test_other_views_of_the_same_memory_are_not_tied() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tree.items())
 
 
-def test_equal_paths_do_not_overwrite_each_other() -> None:
-    """Keys that read alike once joined are still stored apart."""
-    tree = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), 1: torch.tensor(3), "1": torch.tensor(4)}
-    found = _round_trip(tree)
-    assert (int(found["a"]["b"]), int(found["a.b"]), int(found[1]), int(found["1"])) == (1, 2, 3, 4)
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -125,6 +66,9 @@ def test_equal_paths_do_not_overwrite_each_other() -> None:
         Point(1),
         OwnDict(a=1),
         np.array(["text"]),
+        np.ma.array([1.0, 9e9], mask=[0, 1]),
+        np.eye(2).view(np.matrix),
+        np.arange(3.0).view(np.recarray),
         np.array([object()]),
         np.zeros(2, dtype=np.longdouble),
         np.datetime64("2020-01-01"),
@@ -141,6 +85,9 @@ def test_what_needs_pickle_is_refused_with_its_place(value: Any) -> None:
         Encoder("state").encode({"a": [0, value]})
     assert caught.value.rule == "H310"
     assert "pickle" in caught.value.limit
+    if type(value) not in (np.ndarray, np.datetime64) and isinstance(value, np.ndarray):
+        assert type(value).__name__ in caught.value.what
+        assert "numpy.asarray" in caught.value.fix
 
 
 @pytest.mark.parametrize("coalesced", [True, False])
@@ -153,31 +100,6 @@ def test_a_sparse_tensor_comes_back_as_it_lay(coalesced):
     assert torch.equal(found._indices(), tensor._indices())
     assert torch.equal(found._values(), tensor._values())
     assert found.shape == tensor.shape
-
-
-class WithUnit(np.ndarray):
-    """An array of the caller's own."""
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.ma.array([1.0, 9e9], mask=[0, 1]),
-        np.eye(2).view(np.matrix),
-        np.arange(3.0).view(WithUnit),
-        np.rec.array([(1.0, 2)], dtype=[("a", "f8"), ("b", "i4")]),
-        np.arange(3.0).view(np.recarray),
-    ],
-    ids=["masked", "matrix", "own", "records", "record_view"],
-)
-def test_an_array_that_is_more_than_its_numbers_is_refused(array: Any) -> None:
-    """It would come back without its mask, product or unit: H310 names the place, the kind and the way out."""
-    with pytest.raises(CheckpointError, match=r"state\.own\['deep'\]\['0'\] is a ") as caught:
-        Encoder("state.own").encode({"deep": [array]})
-    assert caught.value.rule == "H310"
-    assert type(array).__name__ in caught.value.what
-    assert "numpy.asarray" in caught.value.fix
-    assert "mask" in caught.value.fix
 
 
 def test_equal_sets_are_stored_alike() -> None:

@@ -75,11 +75,3 @@ def test_the_limit_on_calls_holds(most_calls: int) -> None:
     is_bad, calls = counting({1, 30})
     assert find_bad_samples(is_bad, 32, [], most_calls) == []
     assert len(calls) <= most_calls
-
-
-def test_no_question_is_asked_twice_or_about_nothing() -> None:
-    """Every call is about another list, in rising order, with at least one sample."""
-    is_bad, calls = counting({0, 6})
-    find_bad_samples(is_bad, 8, [0, 6, 7])
-    assert all(call and call == sorted(call) for call in calls)
-    assert len({tuple(call) for call in calls}) == len(calls)

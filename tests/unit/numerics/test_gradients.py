@@ -149,27 +149,6 @@ def test_finite_gradients_that_torch_turns_into_zeros_have_the_norm_asked_for(
     assert math.hypot(*(float(gradient.double().norm()) for gradient in clipped)) == pytest.approx(1.0, rel=0.01)
 
 
-def _compare(groups: list[Group], max_norm: float, clip_by: str) -> tuple[float, float]:
-    """Return the cosine between clipping by scopes and by one norm over all, and the ratio of the lengths."""
-    whole, scoped = (
-        torch.cat([gradient.flatten() for gradient in _clipped(groups, max_norm, by)]) for by in ("global", clip_by)
-    )
-    return float(torch.cosine_similarity(whole, scoped, dim=0)), float(scoped.norm() / whole.norm())
-
-
-def test_the_three_ways_to_clip_are_different_algorithms() -> None:
-    """Two groups of 100 to 1 become equally long: cosine 0.71, length x 1.41; below the limit all ways agree."""
-    groups = [
-        _group(torch.tensor([100.0, 0.0]), name="a.0", optimizer="a"),
-        _group(torch.tensor([0.0, 1.0]), name="a.1", optimizer="a"),
-    ]
-    cosine, length = _compare(groups, 0.5, "group")
-    assert cosine == pytest.approx(101 / math.sqrt(2 * 10_001), abs=1e-4)
-    assert length == pytest.approx(math.sqrt(2), rel=1e-4)
-    assert _compare(groups, 0.5, "optimizer") == pytest.approx((1.0, 1.0), abs=1e-6)
-    assert _compare(groups, 1000.0, "group") == pytest.approx((1.0, 1.0), abs=1e-6)
-
-
 def _weighted(weight: torch.Tensor, gradient: torch.Tensor) -> Group:
     parameter = nn.Parameter(weight)
     parameter.grad = gradient

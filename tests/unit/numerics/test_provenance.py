@@ -300,22 +300,6 @@ def test_running_statistics_are_not_blamed_for_the_batch_that_spoils_them() -> N
     assert (origin.kind, origin.op, origin.samples) == ("input", "x", (3,))
 
 
-def test_several_models_have_their_names_before_their_paths() -> None:
-    """With more than one model, module and parameter paths begin with the model's name."""
-    generator, critic = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 1), Apply(torch.log))
-    x = torch.randn(SAMPLES, 8)
-    named = [("generator.weight", generator.weight), ("critic.0.weight", critic[0].weight)]
-
-    def run_once() -> torch.Tensor:
-        loss = critic(generator(x)).sum()
-        loss.backward()
-        return loss.detach()
-
-    origin = trace(run_once, {"generator": generator, "critic": critic}, named, [("x", x)], SAMPLES)  # type: ignore[arg-type]
-    assert origin is not None
-    assert (origin.op, origin.module) == ("log", "critic.1")
-
-
 def left_behind() -> tuple[int, int, int]:
     hooks = len(torch_modules._global_forward_hooks) + len(torch_modules._global_forward_pre_hooks)
     return hooks, len(torch_modules._global_forward_hooks_always_called), len(_get_current_dispatch_mode_stack())

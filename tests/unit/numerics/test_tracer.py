@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.numerics.mechanisms import readable
-from holdfast.numerics.operands import bad_rows, find_places, measure, nonfinite
+from holdfast.numerics.operands import bad_rows, measure, nonfinite
 from holdfast.numerics.tracer import OriginTracer, Suspect
 
 
@@ -38,15 +38,6 @@ def test_nonfinite_is_exact_in_every_type(dtype: torch.dtype) -> None:
         assert nonfinite(torch.full((100,), torch.finfo(dtype).max, dtype=dtype)) is None
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool), torch.empty(0), torch.ones(3, device="meta")],
-)
-def test_what_cannot_be_bad_is_passed_over(tensor: torch.Tensor) -> None:
-    """Integers, masks, empty and meta tensors are never non-finite."""
-    assert nonfinite(tensor) is None
-
-
 def test_an_operand_is_described_by_its_finite_range() -> None:
     """Range, NaN, Inf, -Inf and zeros are counted apart."""
     facts = measure(torch.tensor([[0.0, -2.0, math.nan], [math.inf, -math.inf, 7.0]]))
@@ -62,14 +53,6 @@ def test_rows_are_those_of_the_batch_axis() -> None:
     assert bad_rows(bad, 4) == bad_rows(bad.T, 4) == (2,)
     assert bad_rows(bad.reshape(12), 4) == (2,)
     assert bad_rows(bad, 5) == bad_rows(bad, None) == bad_rows(torch.ones(4, dtype=torch.bool), 4) == ()
-
-
-def test_places_tell_interleaved_views_apart() -> None:
-    """Two columns of one storage do not meet, and a column meets the whole."""
-    whole = torch.full((4, 4), math.nan)
-    first, second = (find_places(column, torch.isnan(column)) for column in (whole[:, 0], whole[:, 1]))
-    assert not first.meet(second)
-    assert first.meet(find_places(whole, torch.isnan(whole)))
 
 
 def test_pointwise_links_need_the_same_place() -> None:
