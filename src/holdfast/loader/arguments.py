@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.orders import Order, Sequential, Shuffled
-from holdfast.loader.order.plan import ByBatch, ByPosition, Plan
+from holdfast.loader.order.plan import Plan
 from holdfast.loader.order.ranks import ranks_now
 from holdfast.loader.order.sampled import Sampled
 from holdfast.loader.streams.sharding import divides_among_ranks
@@ -188,16 +188,17 @@ def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repea
         "let it divide by ranks and leave rank= and world_size= out, or pass an order of holdfast, such as "
         "shuffle=True or Weighted, which the loader divides.",
     )
-    if batch_sampler is not None:
-        return ByBatch(Sampled(batch_sampler, loader.seed, repeats=repeats, batches=True, samples=samples))
     order: Any
+    if batch_sampler is not None:
+        order = Sampled(batch_sampler, loader.seed, repeats=repeats, batches=True, samples=samples)
+        return Plan(order=order, of_batches=True)
     if isinstance(sampler, Order):
         order = sampler
     elif sampler is not None:
         order, ranks = Sampled(sampler, loader.seed, repeats=repeats, samples=samples), (0, 1)
     else:
         order = Shuffled(len(dataset)) if given.get("shuffle") else Sequential(len(dataset))
-    return ByPosition(
+    return Plan(
         order=order,
         seed=loader.seed,
         batch_size=loader.batch_size,
