@@ -25,32 +25,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from holdfast import DataLoader, Guard, LoaderError
+from holdfast import DataLoader, LoaderError
 from holdfast.loader.order.orders import LengthBucketed, Weighted
 from holdfast.loader.workers import processes as worker_processes
-
-
-def _guarded(run_dir: Path, *, looks: bool, steps: int | None) -> list[int]:
-    """Train over 40 samples, maybe looking at a batch on the way; return the samples of the steps."""
-    model = torch.nn.Linear(1, 1)
-    loader = DataLoader(list(range(40)), batch_size=2, shuffle=True)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
-    guard = Guard(run_dir, model=model, optimizer=optimizer, loader=loader, save_interval_steps=5)
-    seen = []
-    for number, batch in enumerate(guard.batches(max_epochs=1)):
-        seen += batch.tolist()
-        guard.step(batch.float()[:, None], lambda x: model(x).square().mean())
-        if looks and number == 3:
-            next(iter(loader))
-        if number == steps:
-            guard.request_stop()
-    return seen
-
-
-def test_a_look_at_a_batch_inside_the_loop_moves_no_position(tmp_path: Path) -> None:
-    """A loop that looks at another iterator of its loader, is stopped and resumed sees each sample once."""
-    seen = _guarded(tmp_path, looks=True, steps=9) + _guarded(tmp_path, looks=False, steps=None)
-    assert sorted(seen) == list(range(40))
 
 
 def test_a_batch_that_cannot_be_made_does_not_end_the_epoch_for_who_goes_on() -> None:

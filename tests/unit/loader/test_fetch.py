@@ -21,13 +21,6 @@ def _fetch(dataset: Any, *indices: int, epoch: int = 0, seed: int = 5) -> Any:
     return Fetcher(dataset, seed, list)[Entry(0, epoch, indices)][0]
 
 
-def test_samples_do_not_depend_on_their_neighbours() -> None:
-    """A sample is the same alone, in a batch, and at another place of it."""
-    batch = _fetch(Samples(10, noise), 7, 1, 3, epoch=2)
-    assert _fetch(Samples(10, noise), 1, epoch=2) == [batch[1]]
-    assert _fetch(Samples(10, noise), 3, 7, epoch=2) == [batch[2], batch[0]]
-
-
 def test_loading_leaves_the_random_state_of_training_alone() -> None:
     """In the main process nothing is drawn from the global generators, also when a sample fails."""
 

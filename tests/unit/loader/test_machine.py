@@ -27,47 +27,52 @@ def machine(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("allowed", "count"), [("0-7", 8), ("3", 1), ("0-1,4-6,63", 6)])
-def test_affinity_limits_the_processors(tmp_path: Path, allowed: str, count: int) -> None:
-    """Without a quota, as many processors count as the affinity names."""
-    assert cpu_quota(machine(tmp_path, {"proc/self/status": STATUS.format(allowed)})) == count
-
-
-def test_the_smallest_quota_of_the_groups_above_counts(tmp_path: Path) -> None:
-    """A group without a quota of its own is limited by the one above it, in version 2."""
-    files = {
-        "proc/self/cgroup": "0::/kubepods/pod1/container\n",
-        "sys/fs/cgroup/kubepods/pod1/container/cpu.max": "max 100000\n",
-        "sys/fs/cgroup/kubepods/pod1/cpu.max": "250000 100000\n",
-        "sys/fs/cgroup/kubepods/cpu.max": "600000 100000\n",
-    }
-    assert cpu_quota(machine(tmp_path, files)) == 2.5
-
-
-def test_a_container_sees_its_own_group_at_the_root(tmp_path: Path) -> None:
-    """Where the path is one of the host and only its root is mounted, the root's quota and limit are read."""
-    files = {
-        "proc/self/cgroup": "0::/docker/not-mounted-here\n",
-        "sys/fs/cgroup/cpu.max": "150000 100000\n",
-        "sys/fs/cgroup/memory.max": str(4 * GIB),
-        "sys/fs/cgroup/memory.current": str(3 * GIB),
-    }
-    root = machine(tmp_path, files)
-    assert cpu_quota(root) == 1.5
-    assert memory_available_bytes(root) == GIB
-
-
-@pytest.mark.parametrize("folder", ["cpu,cpuacct", "cpu"])
-@pytest.mark.parametrize(("quota", "expected"), [("50000", 0.5), ("-1", 8.0)])
-def test_version_1_quotas_are_read(tmp_path: Path, folder: str, quota: str, expected: float) -> None:
-    """Version 1 writes a quota of -1 for none, under either name that systems give the folder."""
-    files = {
+def _version_1(folder: str, quota: str) -> dict[str, str]:
+    return {
         "proc/self/cgroup": V1_GROUPS,
         f"sys/fs/cgroup/{folder}/docker/abc/cpu.cfs_quota_us": quota,
         f"sys/fs/cgroup/{folder}/docker/abc/cpu.cfs_period_us": "100000",
         "sys/fs/cgroup/cpuset/docker/abc/cpu.cfs_quota_us": "1000",
     }
+
+
+_QUOTAS: dict[str, tuple[dict[str, str], float]] = {
+    "affinity": ({"proc/self/status": STATUS.format("0-1,4-6,63")}, 6),
+    "one processor": ({"proc/self/status": STATUS.format("3")}, 1),
+    "a group above, in version 2": (
+        {
+            "proc/self/cgroup": "0::/kubepods/pod1/container\n",
+            "sys/fs/cgroup/kubepods/pod1/container/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/kubepods/pod1/cpu.max": "250000 100000\n",
+            "sys/fs/cgroup/kubepods/cpu.max": "600000 100000\n",
+        },
+        2.5,
+    ),
+    "a container that sees its group as the root": (
+        {"proc/self/cgroup": "0::/docker/not-mounted-here\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"},
+        1.5,
+    ),
+    "version 1": (_version_1("cpu,cpuacct", "50000"), 0.5),
+    "version 1 without a quota": (_version_1("cpu", "-1"), 8),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), _QUOTAS.values(), ids=_QUOTAS)
+def test_affinity_and_the_smallest_quota_limit_the_processors(
+    tmp_path: Path, files: dict[str, str], expected: float
+) -> None:
+    """As Linux writes them on hosts and in containers, with control groups of either version."""
     assert cpu_quota(machine(tmp_path, files)) == expected
+
+
+def test_a_container_that_sees_its_group_as_the_root_has_its_memory(tmp_path: Path) -> None:
+    """Where the path is one of the host and only its root is mounted, the root's limit is read."""
+    files = {
+        "proc/self/cgroup": "0::/docker/not-mounted-here\n",
+        "sys/fs/cgroup/memory.max": str(4 * GIB),
+        "sys/fs/cgroup/memory.current": str(3 * GIB),
+    }
+    assert memory_available_bytes(machine(tmp_path, files)) == GIB
 
 
 @pytest.mark.parametrize(

@@ -175,15 +175,6 @@ def test_a_position_that_was_loaded_comes_before_an_epoch_that_nobody_set(cut: i
 _DATA = list(range(60))
 
 
-def _cut(order: list[int], seed: int) -> list[list[int]]:
-    chance, batches = random.Random(seed), []
-    while order:
-        size = chance.randint(1, 6)
-        batches.append(order[:size])
-        order = order[size:]
-    return batches
-
-
 class ByEpoch:
     """Batches of samples that fit together, other ones and other many in each epoch, as `set_epoch` says."""
 
@@ -193,7 +184,8 @@ class ByEpoch:
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self.batches = _cut(random.Random(epoch).sample(range(self.length), self.length), epoch)
+        order, size = random.Random(epoch).sample(range(self.length), self.length), 3 + epoch % 4
+        self.batches = [order[first : first + size] for first in range(0, self.length, size)]
 
     def __len__(self) -> int:
         return len(self.batches)

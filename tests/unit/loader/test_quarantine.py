@@ -46,17 +46,6 @@ def test_the_cap_is_a_share_or_a_number(limit: float, length: int | None, allowe
     assert allowed not in ledger.bad(0)
 
 
-def test_what_was_found_without_a_run_is_kept_in_the_run(tmp_path: Path) -> None:
-    """A ledger that joins a run takes over what is in the file, and writes down what it had found before."""
-    path = _written(tmp_path, ENTRY)
-    ledger = _ledger()
-    ledger.add(8, "hung", 2, "")
-    ledger.keep_in(path)
-    assert ledger.bad(2) == {3, 8}
-    assert list(read_ledger(path)) == [3, 8]
-    assert list(read_ledger(path).values()) == list(ledger)
-
-
 @pytest.mark.parametrize(("found_at", "expected"), [(4.0, set()), (5.0, set()), (6.0, {3})])
 def test_what_was_released_meanwhile_comes_back_only_if_found_anew(
     tmp_path: Path, found_at: float, expected: set[int]

@@ -59,31 +59,6 @@ def test_named_tuples_dataclasses_and_mappings_are_kept(x: torch.Tensor) -> None
     assert batch["pair"].targets.shape == (5,)
 
 
-def test_arrays_are_cut_like_tensors(x: torch.Tensor) -> None:
-    """Numpy leaves are cut as views along the same dimension, also a negative one."""
-    array = np.arange(10).reshape(2, 5)
-    first, second = _parts({"x": x.T, "a": array}, 3, -1)
-    assert second["a"].tolist() == [[3, 4], [8, 9]]
-    assert np.shares_memory(first["a"], array)
-    assert torch.equal(second["x"], x.T[:, 3:])
-
-
-def test_a_prefix_of_the_structure_says_how_each_part_is_cut(x: torch.Tensor) -> None:
-    """One dimension for a whole subtree, None for what is shared, "items" for one entry per sample."""
-    batch = {
-        "features": {"a": x.T, "b": torch.zeros(3, 5)},
-        "mask": torch.ones(9),
-        "targets": [torch.zeros(number) for number in range(5)],
-        "pairs": (x, x + 1),
-    }
-    split = {"features": 1, "mask": None, "targets": "items", "pairs": [0, 0]}
-    first, second = _parts(batch, 2, split)[:2]
-    assert (first["features"]["a"].shape, second["features"]["b"].shape) == ((2, 2), (3, 2))
-    assert first["mask"] is batch["mask"]
-    assert [len(target) for target in second["targets"]] == [2, 3]
-    assert torch.equal(second["pairs"][1], x[2:4] + 1)
-
-
 def test_a_function_that_cuts_another_number_of_parts_is_refused(x: torch.Tensor) -> None:
     """A user's function that loses or invents parts would weigh samples wrongly, so it is an H204."""
     with pytest.raises(BatchError, match=r"split\(batch, 2\) returned 1 parts of 5 samples; 3 are needed") as caught:

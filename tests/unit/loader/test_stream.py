@@ -18,8 +18,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.streams.sharding import shards_itself
-from holdfast.loader.streams.stream import keeps_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -93,26 +91,6 @@ def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def _items(batches: list[torch.Tensor]) -> list[tuple[float, ...]]:
     return [tuple(item) for batch in batches for item in batch.tolist()]
-
-
-def test_who_shards_itself_is_known_from_its_code() -> None:
-    """Asking for the worker's number in any of its functions counts, and so do the attributes of known libraries."""
-    assert shards_itself(Own(3))
-
-    assert not shards_itself(type("Quiet", (IterableDataset,), {"__iter__": lambda self: iter(())})())
-    assert keeps_state(Stateful(3))
-    assert not keeps_state(Plain(3))
-
-
-@pytest.mark.parametrize("kind", [Plain, Stateful])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_change_nothing(kind: type[Plain], drop_last: bool, workers: int) -> None:
-    """Items, their order and their augmentation are those of one process, also in a last batch that is not full."""
-    options = {"drop_last": drop_last, "sharded": False}
-    expected = list(_loader(kind(22), **options))
-    assert len(expected) == (5 if drop_last else 6)
-    assert _same(list(_loader(kind(22), num_workers=workers, **options)), expected)
 
 
 @pytest.mark.parametrize("kind", [Plain, Stateful])
