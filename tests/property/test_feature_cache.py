@@ -86,17 +86,6 @@ def test_what_is_encoded_is_decoded(value: Any, index: int) -> None:
     assert digest_of(index, data) != digest_of(index + 1, data)
 
 
-@_FAST
-@given(_VALUES, st.data())
-def test_every_bit_is_covered_by_the_digest(value: Any, data: st.DataObject) -> None:
-    """One flipped bit in an item's bytes changes its digest."""
-    encoded = bytearray(encode(value))
-    digest = digest_of(7, encoded)
-    bit = data.draw(st.integers(0, 8 * len(encoded) - 1))
-    encoded[bit // 8] ^= 1 << bit % 8
-    assert digest_of(7, encoded) != digest
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("undisturbed") / "f.h5"

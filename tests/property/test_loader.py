@@ -76,32 +76,3 @@ def test_each_sample_comes_once_in_the_same_order_after_any_cut(
     assert found == expected
     for epoch in (found[: options["length"]], found[options["length"] :]):
         assert sorted(index for index, _ in epoch) == list(range(options["length"]))
-
-
-@_FAST
-@given(_loaders(), st.integers(0, 20))
-def test_drop_last_drops_the_same_samples_after_any_cut(options: dict[str, Any], cut: int) -> None:
-    """With ``drop_last`` a continued epoch has the same full batches and no others."""
-    undisturbed, stopped, continued = (_make(options, drop_last=True) for _ in range(3))
-    expected = list(undisturbed)
-    assert len(expected) == options["length"] // options["batch_size"]
-    cut = min(cut, len(expected))
-    head = _take(stopped, cut)
-    continued.load_state_dict(stopped.state_dict())
-    tail = list(continued)
-    assert _samples(head + tail) == _samples(expected)
-    assert all(len(batch) == options["batch_size"] for batch in tail)
-
-
-@_FAST
-@given(_loaders(), st.integers(0, 10), st.integers(0, 10))
-def test_a_position_may_be_saved_and_loaded_twice(options: dict[str, Any], first: int, second: int) -> None:
-    """A run that is stopped twice sees what one that is never stopped sees."""
-    expected = _take(_make(options), first + second + 3)
-    one, two, three = (_make(options) for _ in range(3))
-    found = _take(one, first)
-    two.load_state_dict(one.state_dict())
-    found += _take(two, second)
-    three.load_state_dict(two.state_dict())
-    found += _take(three, 3)
-    assert _samples(found) == _samples(expected)

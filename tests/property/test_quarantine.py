@@ -69,33 +69,3 @@ def test_any_history_keeps_to_the_cap_and_to_its_file(history: list[tuple[Any, .
             assert all(ledger.bad(epoch) == _expected(aside, epoch) for epoch in range(6))
             assert [entry.index for entry in ledger] == found
             assert list(read_ledger(path).values()) == list(ledger)
-
-
-@_FAST
-@given(st.lists(st.tuples(_KEYS, _EVIDENCE), min_size=1, max_size=4, unique_by=lambda each: each[0]), st.data())
-def test_a_damaged_file_is_refused_or_still_a_ledger(samples: list[tuple[Any, str]], data: st.DataObject) -> None:
-    """A file that was cut short is always H617; one changed byte is H617 or gives entries that can be used."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, FILE_NAME)
-        ledger = Ledger(4, None, lambda: 1.7e9)
-        ledger.keep_in(path)
-        for index, evidence in samples:
-            ledger.add(index, "raised", 0, evidence)
-        whole = path.read_bytes().rstrip()
-        path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
-        assert _rule_of(path) == "H617"
-        place, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
-        assert _rule_of(path) in (None, "H617")
-
-
-def _rule_of(path: Path) -> str | None:
-    """Return the rule by which a ledger is refused, or None if it is read and can be used."""
-    ledger = Ledger(100, None, lambda: 1.7e9)
-    try:
-        ledger.keep_in(path)
-    except LoaderError as error:
-        return error.rule
-    aside = ledger.bad(10**9)
-    assert set(ledger.release(aside)) == aside
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,3 +164,37 @@ def test_reading_in_place_needs_no_memory(store: Store) -> None:
     with memory_limited(8 * 2**20):
         read_components(entry, ["part"], {"part": {"weight": live}})
     assert torch.equal(live, weight)
+
+
+@pytest.fixture(scope="module")
+def entry(tmp_path_factory: pytest.TempPathFactory) -> Entry:
+    """A small checkpoint with a file of tensors of odd shapes and types, and one of state."""
+    tree = {
+        "weight": torch.randn(2, 3),
+        "half": torch.randn(7).bfloat16(),
+        "odd bytes": torch.tensor([True, False, True]),
+        "empty": torch.zeros(0, 2),
+    }
+    shot = snapshot({"model": tree, "run": {"step": 7, "seen": [1, 2]}}, 7)
+    return write(Store(tmp_path_factory.mktemp("run")), shot, unix_seconds=1.0)
+
+
+def _verifies(entry: Entry) -> bool:
+    try:
+        entry.verify()
+    except CheckpointError:
+        return False
+    return True
+
+
+def test_a_changed_bit_in_any_byte_is_detected(entry: Entry) -> None:
+    """Every single byte of every file, the manifest included, is covered by a digest."""
+    chance = random.Random(5)
+    entry.verify()
+    for path in sorted(entry.path.iterdir()):
+        with path.open("r+b", buffering=0) as file:
+            for place, byte in enumerate(path.read_bytes()):
+                os.pwrite(file.fileno(), bytes([byte ^ (1 << chance.randrange(8))]), place)
+                assert not _verifies(entry), f"byte {place} of {path.name} may change unnoticed"
+                os.pwrite(file.fileno(), bytes([byte]), place)
+    entry.verify()

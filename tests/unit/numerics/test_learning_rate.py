@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -85,41 +84,3 @@ def test_what_is_no_count_is_refused(arguments: Any, by: Any) -> None:
     with pytest.raises(PolicyError) as caught:
         advise_learning_rate(torch.optim.SGD(_parameter(), lr=0.1), *arguments, by=by)
     assert caught.value.rule == "H105"
-
-
-def _final_error(make: Callable[[list[nn.Parameter]], Optimizer], batch: int, samples: int = 4096) -> float:
-    """Train 64 linear regressions at once on noisy samples, and return their mean squared distance from the truth."""
-    chance = torch.Generator().manual_seed(3)
-    weights = nn.Parameter(torch.zeros(64, 8))
-    truth = torch.randn(64, 8, generator=chance)
-    optimizer = make([weights])
-    for _ in range(samples // batch):
-        inputs = torch.randn(64, batch, 8, generator=chance)
-        noise = 20 * torch.randn(64, batch, generator=chance)  # what the square root is for
-        residual = torch.einsum("rbd,rd->rb", inputs, weights - truth) - noise
-        optimizer.zero_grad()
-        residual.square().mean(dim=1).sum().backward()
-        optimizer.step()
-    return float((weights.detach() - truth).square().mean())
-
-
-def _sgd(rate: float) -> Callable[[list[nn.Parameter]], Optimizer]:
-    return lambda parameters: torch.optim.SGD(parameters, lr=rate)
-
-
-def _adam(rate: float) -> Callable[[list[nn.Parameter]], Optimizer]:
-    return lambda parameters: torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.99))
-
-
-@pytest.mark.parametrize(("make", "rate"), [(_sgd, 3e-4), (_adam, 3e-3)])
-def test_the_advised_rate_comes_closest_to_the_smaller_batch(
-    make: Callable[[float], Callable[[list[nn.Parameter]], Optimizer]], rate: float
-) -> None:
-    """After the same samples, of four rules the advised one ends nearest to training with the old batch."""
-    k = 8
-    wanted = _final_error(make(rate), 4)
-    factors = {1 / k, 1.0, math.sqrt(k), float(k)}
-    errors = {factor: abs(_final_error(make(rate * factor), 4 * k) - wanted) for factor in factors}
-    advised = advise_learning_rate(make(rate)(_parameter()), 4, 4 * k, by="batch").factor
-    assert min(errors, key=errors.__getitem__) == advised
-    assert max(errors, key=errors.__getitem__) == 1 / k  # "lower the rate when more is accumulated"
