@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.features.computing import Computed, compute
-from holdfast.loader.features.files import Draft, failure, missing, open_finished, read_item, require_h5py
+from holdfast.loader.features.files import Contents, Draft, failure, missing, open_finished, read_item, require_h5py
 from holdfast.loader.features.items import decode
 from holdfast.loader.machine import cpu_quota
 
@@ -56,10 +56,7 @@ class FeatureCache(Dataset[Any]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        try:
-            self._descriptor, self._contents = open_finished(self.path)
-        except FileNotFoundError as error:
-            raise missing(self.path) from error
+        self._descriptor, self._contents = _opened(self.path)
 
     @classmethod
     def build(
@@ -160,10 +157,7 @@ class FeatureCache(Dataset[Any]):
 
     def _open(self) -> int:
         if self._descriptor < 0:
-            try:
-                descriptor, contents = open_finished(self.path)
-            except FileNotFoundError as error:
-                raise missing(self.path) from error
+            descriptor, contents = _opened(self.path)
             if contents.identity != self._contents.identity:
                 os.close(descriptor)
                 raise failure(
@@ -193,6 +187,13 @@ class FeatureCache(Dataset[Any]):
 
     def __repr__(self) -> str:
         return f"FeatureCache({str(self.path)!r}, {len(self)} items)"
+
+
+def _opened(path: Path) -> tuple[int, Contents]:
+    try:
+        return open_finished(path)
+    except FileNotFoundError as error:
+        raise missing(path) from error
 
 
 def _check_arguments(dataset: Any, fn: Any, num_workers: Any, multiprocessing_context: Any) -> None:

@@ -79,7 +79,7 @@ class Plan:
             share = rank_positions(start, most, size, self.rank, self.world_size, drop_last=self.drop_last)
             if share is None:
                 return
-            begin, stop = share.positions.start, share.positions.stop
+            begin, stop = share.start, share.stop
             indices = tuple(self._at(epoch, begin, stop))
             spares = tuple(_until(SPARES, self._following(epoch, stop, most), bad))
             known = tuple(index for index in (*indices, *spares) if key_of(index) in bad) if bad else ()

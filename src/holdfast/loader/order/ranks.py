@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import distributed
-
-
-class Share(NamedTuple):
-    """The positions that a rank takes in a step; `repeated` if another takes them too, as fewer are left."""
-
-    positions: range
-    repeated: bool = False
 
 
 def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
@@ -22,11 +13,12 @@ def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
 
 def rank_positions(
     first: int, count: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
-) -> Share | None:
+) -> range | None:
     """Return which positions of the step that begins at `first`, any of `count`, belong to a rank; None at the end.
 
     The step takes ``batch_size * world_size`` positions. Those of a shorter last step are divided among all ranks,
-    with sizes that differ by at most 1, since a rank that made no step would leave the others waiting for it. With
+    with sizes that differ by at most 1, since a rank that made no step would leave the others waiting for it: where
+    fewer are left than ranks, some are taken twice. With
     `drop_last` a step that is not full is left out.
     """
     left = min(count - first, batch_size * world_size)
@@ -34,8 +26,8 @@ def rank_positions(
         return None
     if left < world_size:
         place = first + rank % left
-        return Share(positions=range(place, place + 1), repeated=rank >= left)
-    return Share(positions=range(first + left * rank // world_size, first + left * (rank + 1) // world_size))
+        return range(place, place + 1)
+    return range(first + left * rank // world_size, first + left * (rank + 1) // world_size)
 
 
 def steps_left(first: int, count: int, batch_size: int, world_size: int, *, drop_last: bool = False) -> int:

@@ -184,7 +184,7 @@ class Stream(IterableDataset[Any]):
         share = rank_positions(0, len(group), each, plan.rank, plan.world_size, drop_last=plan.drop_last)
         if share is None:
             return None, tuple(Report(-1, state=_LEFT_OUT))
-        batch = group[share.positions.start : share.positions.stop]
+        batch = group[share.start : share.stop]
         _show(cells, items.number, COLLATING)
         try:
             with quietly(self._board):
