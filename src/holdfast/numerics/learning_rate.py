@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -55,16 +55,13 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     """
     _check(old_batch, new_batch, by)
     if by != "batch":
-        return Advice(
-            rule="none",
-            factor=1.0,
-            source="",
-            reason="one update still averages over the same samples, whatever number of pieces they pass in; if the "
-            "samples of an update do change, ask by='batch' with their numbers",
+        return _unchanged(
+            "one update still averages over the same samples, whatever number of pieces they pass in; if the samples "
+            "of an update do change, ask by='batch' with their numbers"
         )
     k = new_batch / old_batch
     if k == 1:
-        return Advice(rule="none", factor=1.0, source="", reason="the batch is the same")
+        return _unchanged("the batch is the same")
     name, groups = type(optimizer).__name__, optimizer.param_groups
     if isinstance(optimizer, torch.optim.SGD):
         return Advice(
@@ -78,9 +75,11 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     # Of Adam's kind: it divides by the root of a decaying mean of squares.
     if isinstance(optimizer, torch.optim.RMSprop) or all({"betas", "eps"} <= set(group) for group in groups):
         return _square_root(optimizer, name, k)
-    return Advice(
-        rule="none", factor=1.0, source="", reason=f"no published rule is known for {name}: try the old rate first"
-    )
+    return _unchanged(f"no published rule is known for {name}: try the old rate first")
+
+
+def _unchanged(reason: str) -> Advice:
+    return Advice(rule="none", factor=1.0, source="", reason=reason)
 
 
 def _square_root(optimizer: Optimizer, name: str, k: float) -> Advice:
@@ -102,13 +101,8 @@ def _square_root(optimizer: Optimizer, name: str, k: float) -> Advice:
 def _check(old_batch: object, new_batch: object, by: object) -> None:
     for name, value in (("old_batch", old_batch), ("new_batch", new_batch)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PolicyError(
-                f"{name}={value!r}", limit="it must be a whole number >= 1", fix="pass a count.", rule="H105"
-            )
-    if by not in ("batch", "accumulation", "micro_batch"):
-        raise PolicyError(
-            f"by={by!r}",
-            limit="it must be 'batch', 'accumulation' or 'micro_batch'",
-            fix="say what the two numbers count.",
-            rule="H105",
-        )
+            limit = "it must be a whole number >= 1"
+            raise PolicyError(f"{name}={value!r}", limit=limit, fix="pass a count.", rule="H105")
+    if by not in get_args(By):
+        limit, fix = f"it must be one of {get_args(By)}", "say what the two numbers count."
+        raise PolicyError(f"by={by!r}", limit=limit, fix=fix, rule="H105")
