@@ -162,7 +162,7 @@ class PruneFailed(_Failure):
 class NotSaved(EventData):
     """The run ended with steps that are in no checkpoint."""
 
-    newest_checkpoint: str | None
+    newest_checkpoint: int | None
     failed_saves: int
 
 
@@ -207,7 +207,7 @@ class Promises(EventData):
     batch_size: int | None
     split: str
     weighting: str | None = None
-    rehearsal: Mapping[str, Any] | None = None
+    split_check: Mapping[str, Any] | None = None
     side_effects: tuple[str, ...] | None = None
 
 
@@ -253,10 +253,6 @@ class OnednnSwitchedOff(EventData):
     """oneDNN keeps memory of its own; it is off from now on."""
 
     promise: Promise = "equal up to rounding"
-
-
-class MicroBatchSizeForgotten(_Why):
-    """The size that a checkpoint holds could not be used."""
 
 
 class ForecastCompared(EventData):
@@ -437,21 +433,11 @@ class QuarantineFull(_Failure):
     """One more sample would be too many."""
 
 
-class SamplesTakenBack(_Why):
-    """Samples in a row cannot be read: they are in quarantine no more."""
+class DescriptorLimitRaised(_Why):
+    """This process may open more files from now on."""
 
-    samples: tuple[int | str, ...]
-
-
-class DatasetNotDeterministic(_Why):
-    """A sample that was read twice with the same random numbers has two values."""
-
-    what: str
-    samples: tuple[int | str, ...]
-
-
-class SamplesReadSingly(_Why):
-    """Samples are read one by one, not by `__getitems__`."""
+    before: int
+    now: int
 
 
 class StreamReadOver(_Why):
@@ -494,10 +480,6 @@ class Preflight(EventData):
     fix: str
 
 
-class TransferNotMeasured(_Failure):
-    """How long a batch takes to the device is unknown."""
-
-
 # --- frameworks -------------------------------------------------------------------------------------------------
 
 
@@ -507,14 +489,6 @@ class OwnSteps(_Why):
 
 class OwnFitBatch(_Why):
     """A Brain of SpeechBrain has a `fit_batch` of its own, which is not guarded."""
-
-
-class StepWithoutLoss(_Why):
-    """`training_step` returned None: nothing was trained."""
-
-
-class BatchWithoutLoss(_Why):
-    """`training_step` returned None for one of the batches that are accumulated."""
 
 
 class ItemsIgnored(_Why):

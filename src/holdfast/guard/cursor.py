@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import LoaderError, PolicyError
+from holdfast.core.events import KINDS, EventData
 from holdfast.guard.parts import Stateful
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
@@ -146,10 +147,10 @@ class Cursor:
         """Return the dataset indices of the samples in the batch that is out, or None if they are not known."""
         return self._loader.batch_indices if isinstance(self._loader, DataLoader) else None
 
-    def attach(self, happened: Callable[..., None], run_dir: Path) -> None:
+    def attach(self, emit: Callable[[EventData], None], run_dir: Path) -> None:
         """Let a holdfast loader record what happens in it, and keep what it quarantines with the run."""
         if isinstance(self._loader, DataLoader):
-            self._loader.attach(happened, run_dir)
+            self._loader.attach(lambda kind, **facts: emit(KINDS[kind](**facts)), run_dir)
 
     def quarantine(self, indices: Sequence[int], evidence: str) -> None:
         """Let a holdfast loader replace samples from the next epoch on."""

@@ -238,7 +238,7 @@ class DataLoader(TorchDataLoader[Any]):
     def quarantine(self, index: int, kind: str, evidence: str) -> None:
         """Replace a sample by another one from the next epoch on; H612 if that would be one too many."""
         if self.ledger.add(index, kind, self._epoch + 1, evidence):
-            facts = {"evidence": evidence, "aside": len(self.ledger), **self.ledger.unwritten}
+            facts = {"evidence": evidence, "quarantined": len(self.ledger), **self.ledger.unwritten}
             self._emit("sample_quarantined", sample=index, why=kind, **facts)
 
     def _check_machine(self, batch: Any = None) -> None:

@@ -117,7 +117,7 @@ class MapSource(Source):
         """Leave a sample out from now on, and say so; H612 if that would be one too many."""
         if self._ledger.add(index, kind, self._epoch, evidence):
             self._bad.update(self._ledger.bad(self._epoch))  # the plan reads this very set
-            facts = {"evidence": last_line(evidence), "aside": len(self._ledger), **self._ledger.unwritten}
+            facts = {"evidence": last_line(evidence), "quarantined": len(self._ledger), **self._ledger.unwritten}
             self._emit("sample_quarantined", sample=plain(index), why=kind, **facts)
 
     def is_finished(self) -> bool:
