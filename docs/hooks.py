@@ -134,7 +134,7 @@ def rules() -> str:
         lines.append(f"## {family}\n")
         for rule_id in ids:
             rule = catalogue()[rule_id]
-            lines.append(f"### {rule_id}: {_inert(rule.title)} {{#{rule_id.lower()}}}\n\n{_inert(rule.text)}\n")
+            lines.append(f"### {rule_id}: {_as_text(rule.title)} {{#{rule_id.lower()}}}\n\n{_as_text(rule.text)}\n")
     return "\n".join(lines)
 
 
@@ -184,7 +184,7 @@ def commands() -> str:
     from holdfast.cli.main import COMMANDS, make_app
 
     group: Any = typer.main.get_command(make_app())
-    parts = [_inert(group.help)]
+    parts = [_as_text(group.help)]
     for name in COMMANDS:
         command = group.commands[name]
         context = command.make_context(name, [], resilient_parsing=True)
@@ -192,7 +192,7 @@ def commands() -> str:
         told = [parameter.get_help_record(context) for parameter in command.params]
         rows = [f"| `{call}` | {_cell(meaning)} |" for call, meaning in filter(None, told)]
         table = ["| argument or option | meaning |", "|---|---|", *rows]
-        parts.append(f"## {name}\n\n```sh\n{usage}\n```\n\n{_inert(command.help)}\n\n" + "\n".join(table))
+        parts.append(f"## {name}\n\n```sh\n{usage}\n```\n\n{_as_text(command.help)}\n\n" + "\n".join(table))
     return "\n\n".join(parts)
 
 
@@ -285,7 +285,7 @@ def _pieces(text: str, code: re.Pattern[str]) -> Iterator[tuple[str, bool]]:
         yield part, number % 2 == 1
 
 
-def _inert(text: str) -> str:
+def _as_text(text: str) -> str:
     """Return a text of ours in which ``<`` outside of code is no tag."""
     lines = "".join(part if code else part.replace("<", "&lt;") for part, code in _pieces(text.strip(), _CODE))
     return re.sub(
@@ -295,4 +295,4 @@ def _inert(text: str) -> str:
 
 def _cell(text: str) -> str:
     """Return a text for a cell of a table: one line, no bars."""
-    return _inert(" ".join(text.split())).replace("|", "\\|")
+    return _as_text(" ".join(text.split())).replace("|", "\\|")

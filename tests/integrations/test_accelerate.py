@@ -43,6 +43,7 @@ def prepared(
     seedable: bool = False,
     shuffle: bool = True,
     precision: str = "no",
+    dataset: type = TensorDataset,
 ) -> tuple[Any, ...]:
     """Return an accelerator with a model with dropout, an optimizer, a loader and a schedule, all prepared.
 
@@ -55,7 +56,7 @@ def prepared(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(samples, 5, generator=generator), torch.arange(samples) % 3)
+    data = dataset(torch.randn(samples, 5, generator=generator), torch.arange(samples) % 3)
     accelerator = accelerate.Accelerator(
         cpu=True,
         gradient_accumulation_steps=accumulate,
@@ -269,3 +270,20 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
         assert refused() == "H111"
     finally:
         shared.update(usual)
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index: Any) -> tuple[torch.Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(5), y
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_augmentation_from_global_random_state_resumes_in_the_middle_of_an_epoch(tmp_path, accumulate):
+    """A prepared loader makes no batch ahead of its step, so noise of the dataset is the same after a resume."""
+    settings: dict[str, Any] = {"accumulate": accumulate, "samples": 20 * accumulate, "dataset": Noisy, "epochs": 2}
+    expected, _ = guarded(tmp_path / "a", **settings)
+    guarded(tmp_path / "b", stop_after=4, **settings)
+    found, (_, _, resumed) = guarded(tmp_path / "b", **settings)
+    assert resumed is not None
+    assert torch.equal(expected, found)

@@ -460,6 +460,47 @@ def test_a_checkpoint_in_the_middle_of_a_step_holds_what_its_batches_have_left(t
     assert_same(resumed, whole)
 
 
+def test_a_resume_does_not_replace_the_checkpoint_that_it_came_from(tmp_path):
+    """The first batch of a step of two makes no step: what was saved at the step before stays as it is."""
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "enable_checkpointing": True, "strategy": "holdfast"}
+
+    def saves() -> list[Any]:
+        return [ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")]
+
+    fit(Small(), tmp_path, batches(8), max_epochs=1, callbacks=saves(), **options)
+    first = tmp_path / "step=4.ckpt"
+    before = first.stat().st_mtime_ns
+    fit(Small(), tmp_path, batches(8), max_epochs=2, callbacks=saves(), ckpt_path=str(first), **options)
+    assert (tmp_path / "step=8.ckpt").exists()
+    assert first.stat().st_mtime_ns == before
+
+
+class Order(Callback):
+    """Notes the targets of each batch, which are of other samples, otherwise augmented, in each."""
+
+    def __init__(self) -> None:
+        self.batches: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(float(batch[1].sum()))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "holdfast"])
+@pytest.mark.parametrize("saves", [{"every_n_train_steps": 5}, {"every_n_epochs": 1}], ids=["batch", "epoch"])
+def test_no_epoch_is_left_out_or_repeated_after_a_checkpoint_at_the_end_of_one(tmp_path, strategy, saves):
+    """Plain Lightning too goes on with the next epoch of a holdfast loader, in its order."""
+    whole, rest = Order(), Order()
+    fit(Small(), tmp_path / "whole", loader(), strategy=strategy, max_epochs=3, callbacks=[whole])
+    given: dict[str, Any] = {"enable_checkpointing": True, "strategy": strategy}
+    given["callbacks"] = [ModelCheckpoint(dirpath=tmp_path / "saved", save_top_k=-1, **saves)]
+    fit(Small(), tmp_path / "cut", loader(), max_epochs=1, **given)
+    (saved,) = map(str, (tmp_path / "saved").glob("*.ckpt"))
+    goes_on = {"strategy": strategy, "max_epochs": 3, "callbacks": [rest], "ckpt_path": saved}
+    trainer, _ = fit(Small(), tmp_path / "cut", loader(), **goes_on)
+    assert trainer.global_step == 15
+    assert rest.batches == whole.batches[5:]
+
+
 def test_what_a_test_loads_is_not_taken_up_by_a_later_fit(tmp_path):
     """``test(ckpt_path=...)`` takes weights from a checkpoint, and a ``fit`` afterwards nothing else from it."""
     newest = str(_saved(tmp_path, strategy=HoldfastStrategy())[-1])

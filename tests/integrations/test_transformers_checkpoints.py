@@ -16,6 +16,7 @@ from tests.integrations.hugging_face import digest, make_gpt2, make_trainer, sam
 
 from holdfast import CheckpointError, NonFiniteError, OutOfMemoryError, RunDirectoryError
 from holdfast.checkpoint.seal import verify
+from holdfast.recorder.reader import read_events
 from holdfast.testing import flip_bit
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
@@ -363,3 +364,12 @@ def test_steps_are_counted_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: P
     trainer = guarded(tmp_path, callbacks=[At(5, lambda _: told.append(trainer.holdfast_guard.global_step))])
     trainer.train(resume_from_checkpoint=True)
     assert told == [5]
+
+
+def test_a_training_that_could_save_nothing_says_so_at_its_end(tmp_path: Path) -> None:
+    """With every save refused by the disk the recording says as it closes that nothing was saved."""
+    for step in (2, 4, 6, 8):
+        (tmp_path / f"checkpoint-{step}").write_text("in the way")  # a folder cannot be made here
+    guarded(tmp_path).train()
+    *_, said, last = read_events(tmp_path / "holdfast" / "recorder" / "rank0")
+    assert (said.kind, said.data["newest_checkpoint"], last.kind) == ("not_saved", None, "closed")

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from holdfast.cli.main import make_app
 from holdfast.core.clock import SystemClock
 from holdfast.core.errors import RunDirectoryError
+from holdfast.core.run_events import Closed
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.record import RunRecord
 from holdfast.recorder.black_box import BlackBox, StepMark
@@ -103,8 +104,8 @@ def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(whole, na
             record = RunRecord(opened.recorder, SystemClock())
             record.open()
             record.step(StepMark.BEGUN, 1, None, None, 0.0)
-            record.happened("here")
-            assert record.events()[-1].kind == "here"
+            record.emit(Closed(how="left"))
+            assert record.events()[-1].kind == "closed"
             record.close()
             opened.release()
         except RunDirectoryError:

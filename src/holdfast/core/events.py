@@ -72,11 +72,6 @@ class Decision(EventData):
     reason: str
     promise: Promise
 
-    @classmethod
-    def name(cls) -> str:
-        """Return its kind."""
-        return cls.kind
-
 
 class Retry(Decision):
     """Run the same attempt again, now that memory was freed."""
@@ -101,14 +96,23 @@ class Grow(Decision):
 
 
 class SkipStep(Decision):
-    """Leave no trace of this batch."""
+    """Leave no trace of this batch: which one of which epoch, where the guard counts them."""
+
+    epoch: int | None = None
+    batch: int | None = None
 
 
 class RollBack(Decision):
     """Return to the last good checkpoint; `rewind_data` replays the batches since then, else they are passed over."""
 
     rewind_data: bool
+    epoch: int | None = None
+    batch: int | None = None
 
 
 class Stop(Decision):
-    """End the run: no remedy is left."""
+    """End the run: no remedy is left. `rule` is that of the error."""
+
+    epoch: int | None = None
+    batch: int | None = None
+    rule: str | None = None

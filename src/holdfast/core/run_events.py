@@ -162,7 +162,7 @@ class PruneFailed(_Failure):
 class NotSaved(EventData):
     """The run ended with steps that are in no checkpoint."""
 
-    newest_checkpoint: str | None
+    newest_checkpoint: int | None
     failed_saves: int
 
 
@@ -207,7 +207,7 @@ class Promises(EventData):
     batch_size: int | None
     split: str
     weighting: str | None = None
-    rehearsal: Mapping[str, Any] | None = None
+    split_check: Mapping[str, Any] | None = None
     side_effects: tuple[str, ...] | None = None
 
 
@@ -253,10 +253,6 @@ class OnednnSwitchedOff(EventData):
     """oneDNN keeps memory of its own; it is off from now on."""
 
     promise: Promise = "equal up to rounding"
-
-
-class MicroBatchSizeForgotten(_Why):
-    """The size that a checkpoint holds could not be used."""
 
 
 class ForecastCompared(EventData):
@@ -494,14 +490,6 @@ class OwnSteps(_Why):
 
 class OwnFitBatch(_Why):
     """A Brain of SpeechBrain has a `fit_batch` of its own, which is not guarded."""
-
-
-class StepWithoutLoss(_Why):
-    """`training_step` returned None: nothing was trained."""
-
-
-class BatchWithoutLoss(_Why):
-    """`training_step` returned None for one of the batches that are accumulated."""
 
 
 class ItemsIgnored(_Why):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from holdfast.core import run_events
 from holdfast.core.policy import Policy
 from holdfast.explain.rules import find_rule
 from holdfast.guard.parts import Parts
@@ -107,7 +108,7 @@ class Diagnosis:
         if self._observer is None:
             return
         if (notice := self._observer.take_notice()) is not None:
-            self._record.happened("diagnosis_limited", why=notice)
+            self._record.emit(run_events.DiagnosisLimited(why=notice))
         if reason is not None and outcome.provenance is not None and outcome.provenance.origin is not None:
             self._origin = reason
         limit, facts = self._max_grad_norm, outcome.attempt.facts
@@ -136,7 +137,7 @@ class Diagnosis:
         known = {finding.rule for finding in self._observer.findings()} if self._observer is not None else set()
         if known & _WRECKED:  # units that died of a divergence do not see the inputs either
             found = [demoted(each, "H826") if each.rule == "H830" else each for each in found]
-        self._record.happened("searched_cause", found=[finding.rule for finding in found if finding.kind == "cause"])
+        self._record.emit(run_events.SearchedCause(found=tuple(each.rule for each in found if each.kind == "cause")))
         self._emit(found)
 
     def validated(self, value: float) -> None:
@@ -151,15 +152,15 @@ class Diagnosis:
 
     def _emit(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
-            kind = "note" if finding.severity == "note" else "finding"
+            kind = run_events.Note if finding.severity == "note" else run_events.Finding
             facts = asdict(with_origin(finding, self._origin))
-            self._record.happened(kind, about=facts.pop("kind"), **facts)
+            self._record.emit(kind(about=facts.pop("kind"), **facts))
 
     def _emit_flow(self) -> None:
         assert self._observer is not None
         summary = flow_summary(self._observer.facts())
         if summary is not None:
-            self._record.happened("gradient_flow", **summary)
+            self._record.emit(run_events.GradientFlow(**summary))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what later judgements need of the past."""

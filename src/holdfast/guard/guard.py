@@ -17,9 +17,10 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from holdfast.core import run_events
 from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import PolicyError
-from holdfast.core.events import Event
+from holdfast.core.events import Event, EventData
 from holdfast.core.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
@@ -279,7 +280,7 @@ class Guard:
 
     def _end_process(self) -> NoReturn:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
-        self._record.happened("stop_requested", reason=self._stop.reason)
+        self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
         self._boundaries.count_batch()
         self._session.save_the_rest(self._open)
         self._session.saving.save()  # a first checkpoint in any case
@@ -299,18 +300,16 @@ class Guard:
         value, self._session.validated = float(loss), True
         changed = validated(self._parts.schedulers, value)
         self._engine.diagnosis.validated(value)
-        self._record.happened("validated", loss=value, learning_rate_changed_by=changed)
+        self._record.emit(run_events.Validated(loss=value, learning_rate_changed_by=tuple(changed)))
 
-    def note(self, kind: str, **facts: Any) -> None:
-        """Record an event of your own; ``holdfast.numerics.alignment.report_alignment`` uses it for rule H852.
+    def emit(self, data: EventData) -> None:
+        """Record an event of ``core.run_events``, or of a subclass of `EventData` of your own.
 
-        Args:
-            kind: Its name; one that holdfast uses itself may be counted as such.
-            **facts: What `holdfast events` and the report show: JSON values.
+        `holdfast events` and the report show it. ``numerics.alignment.report_alignment`` uses it for rule H852.
         """
-        self._record.happened(kind, **facts)
-        if kind == "aligned":
-            self._engine.diagnosis.aligned(facts)
+        self._record.emit(data)
+        if isinstance(data, run_events.Aligned):
+            self._engine.diagnosis.aligned(data.facts())
 
     def add_image(self, tag: str, image: Any) -> None:
         """Keep an image of this step, such as a grid of samples; the report shows the newest of each tag.

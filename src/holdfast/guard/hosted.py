@@ -17,7 +17,9 @@ import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.health import nonfinite_tensors
+from holdfast.core import run_events
 from holdfast.core.errors import PolicyError
+from holdfast.core.events import EventData
 from holdfast.core.policy import Policy
 from holdfast.core.policy_sources import PREFIX, from_environment
 from holdfast.guard.cursor import Cursor
@@ -102,7 +104,7 @@ class HostedGuard(Guard):
         self._saves_in, self._host_saved = os.fspath(folder), resumed
         before = self._directory.saved_in
         if before is not None and not resumed:
-            self._record.happened("begins_anew", though_saved_in=before)
+            self._record.emit(run_events.BeginsAnew(though_saved_in=before))
         self._directory.note_saved(self._saves_in if resumed else None)
 
     def next_samples(self, indices: list[int] | None) -> None:
@@ -125,17 +127,17 @@ class HostedGuard(Guard):
     def _ready(self) -> None:
         self.ready()
 
-    def note(self, kind: str, **facts: Any) -> None:
-        """Record an event of the step that the run stands at; ``"saved"`` and ``"save_failed"`` are also counted."""
-        super().note(kind, **facts)
-        if kind == "saved":
+    def emit(self, data: EventData) -> None:
+        """Record an event of the step that the run stands at; saves of the framework are also counted."""
+        super().emit(data)
+        if isinstance(data, run_events.Saved):
             self._host_saved = True
             self._directory.note_saved(self._saves_in)
-        self._host_failed += kind == "save_failed"
+        self._host_failed += isinstance(data, run_events.SaveFailed)
 
     def _release(self, how: End | None = None) -> None:
         if self._session.is_open and self._host_failed and not self._host_saved:
-            self._record.happened("not_saved", newest_checkpoint=None, failed_saves=self._host_failed)
+            self._record.emit(run_events.NotSaved(newest_checkpoint=None, failed_saves=self._host_failed))
         super()._release(how)
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +156,7 @@ class HostedGuard(Guard):
         self._engine.loss_scale.load_state_dict(state["loss_scale"])
         self._engine.state_was_replaced()
         self._record.global_step = state["global_step"]
-        self._record.happened("resumed", by="the framework")
+        self._record.emit(run_events.Resumed(by="the framework"))
 
     def count_from(self, global_step: int) -> None:
         """Go on counting from the framework's number of steps, where no guard has left its own before."""
@@ -184,4 +186,4 @@ class HostedGuard(Guard):
     def validated(self, loss: float | torch.Tensor) -> None:
         """Take in the loss of an evaluation, lower being better; schedulers are the framework's to drive."""
         self._engine.diagnosis.validated(float(loss))
-        self._record.happened("validated", loss=float(loss))
+        self._record.emit(run_events.Validated(loss=float(loss)))

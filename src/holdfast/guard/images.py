@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core import run_events
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
 from holdfast.guard.record import RunRecord
@@ -54,15 +55,15 @@ def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
         if not folder.is_dir():
             folder.parent.mkdir(exist_ok=True)
             if sum(1 for _ in folder.parent.iterdir()) >= MOST_TAGS:
-                record.happened("image_left_out", tag=tag, reason=f"{MOST_TAGS} tags have images already")
+                record.emit(run_events.ImageLeftOut(tag=tag, reason=f"{MOST_TAGS} tags have images already"))
                 return
             folder.mkdir(exist_ok=True)
         replace_file(path, png)
         _drop_oldest(folder)
     except OSError as error:
-        record.happened("image_left_out", tag=tag, reason=str(error.strerror or error))
+        record.emit(run_events.ImageLeftOut(tag=tag, reason=str(error.strerror or error)))
         return
-    record.happened("image_added", tag=tag, path=str(path.relative_to(run)), **odd)
+    record.emit(run_events.ImageAdded(tag=tag, path=str(path.relative_to(run)), **odd))
 
 
 def _drop_oldest(folder: Path) -> None:
@@ -144,7 +145,7 @@ def _as_png(image: Any) -> tuple[bytes, dict[str, int]]:
     outside = finite & ((array < -_HALF_A_LEVEL) | (array > 1 + _HALF_A_LEVEL))
     odd = {"nonfinite": int((~finite).sum()), "outside_0_to_1": int(outside.sum())}
     levels = np.nan_to_num(array, nan=0.0, posinf=1.0, neginf=0.0).clip(0.0, 1.0) * 255
-    return encoded_png(levels.round().astype(np.uint8)), {name: count for name, count in odd.items() if count}
+    return encoded_png(levels.round().astype(np.uint8)), odd
 
 
 def _refuse(what: str, fix: str | None = None) -> NoReturn:

@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from holdfast.core import run_events
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, RunDirectoryError
-from holdfast.core.events import Decision, Event
+from holdfast.core.events import Event, EventData, Recompute, RollBack, SkipStep, Split, Stop
 from holdfast.core.raised import describe_exception, printable
 from holdfast.guard.stop import Interrupted
 from holdfast.recorder.black_box import BlackBox, StepMark
@@ -30,16 +31,18 @@ from holdfast.recorder.reader import read_events
 _log = logging.getLogger("holdfast")
 _MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user's loop stands
 # People should see these although they did not ask; the others are for the record.
-_LOUD = {
-    "out_of_memory", "split", "recompute", "skip_step", "roll_back", "stop", "save_failed", "save_refused",
-    "checkpoint_damaged", "loss_scale_collapsed", "stop_requested", "not_restored", "recompute_impossible",
-    "cannot_split", "diagnosis_limited", "split_refused", "onednn_switched_off", "spike", "spike_clipped",
-    "samples_dropped", "micro_batch_dropped", "learning_rate_lowered", "finding", "side_effects",
-    "schedulers_wait", "rolled_back", "save_postponed", "saves_synchronous", "loader_healed",
-    "sample_quarantined", "descriptor_limit_raised", "stream_read_over", "preflight", "quarantine_full",
-    "ranks_not_divided", "changes_not_saved", "not_saved", "begins_anew",
-    "recording_moved_aside", "rollback_failed",
-}  # fmt: skip
+_LOUD = (
+    Split, Recompute, SkipStep, RollBack, Stop, run_events.OutOfMemory, run_events.SaveFailed,
+    run_events.SaveRefused, run_events.CheckpointDamaged, run_events.LossScaleCollapsed,
+    run_events.StopRequested, run_events.NotRestored, run_events.RecomputeImpossible, run_events.CannotSplit,
+    run_events.DiagnosisLimited, run_events.SplitRefused, run_events.OnednnSwitchedOff, run_events.Spike,
+    run_events.SpikeClipped, run_events.SamplesDropped, run_events.MicroBatchDropped,
+    run_events.LearningRateLowered, run_events.Finding, run_events.SideEffects, run_events.SchedulersWait,
+    run_events.RolledBack, run_events.SavePostponed, run_events.SavesSynchronous, run_events.LoaderHealed,
+    run_events.SampleQuarantined, run_events.DescriptorLimitRaised, run_events.StreamReadOver,
+    run_events.Preflight, run_events.QuarantineFull, run_events.RanksNotDivided, run_events.ChangesNotSaved,
+    run_events.NotSaved, run_events.BeginsAnew, run_events.RecordingMovedAside, run_events.RollbackFailed,
+)  # fmt: skip
 
 
 End = Literal["finished", "stopped", "left", "failed"]
@@ -77,7 +80,7 @@ class RunRecord:
                 rule="H302",
             ) from error
         for what in self._box.moved_aside:
-            self.happened("recording_moved_aside", what=what)
+            self.emit(run_events.RecordingMovedAside(what=what))
 
     def close(self, how: End | None = None) -> None:
         """End the recording with how the run ended; None: "finished", unless an error is on its way out."""
@@ -86,7 +89,7 @@ class RunRecord:
             if error is not None:
                 self.left_by(error)
             elif how in ("finished", "stopped") or (how != "failed" and self._left_by is None):
-                self.happened("closed", how=how or "finished")
+                self.emit(run_events.Closed(how=how or "finished"))
             self._box.close()
             self._box = None
 
@@ -99,7 +102,7 @@ class RunRecord:
             error = raised
         if isinstance(error, type):
             if self._left_by is None:
-                self.happened("left_by_exception", exception=error.__name__)
+                self.emit(run_events.LeftByException(exception=error.__name__))
             return
         facts = describe_exception(error, error.__traceback__)
         seen = facts["type"], facts["message"]
@@ -107,7 +110,7 @@ class RunRecord:
             self._left_by = seen
             facts["frames"] = [*_callers(), *facts["frames"]]
             rule = error.rule if isinstance(error, HoldfastError) else None
-            self.happened("left_by_exception", exception=type(error).__name__, rule=rule, **facts)
+            self.emit(run_events.LeftByException(exception=type(error).__name__, rule=rule, **facts))
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -118,23 +121,16 @@ class RunRecord:
             self.left_by(error)
             raise
 
-    def happened(self, kind: str, **facts: Any) -> None:
-        """Record a fact of the step that the run stands at."""
-        self.happened_at(self.global_step, kind, **facts)
-
-    def happened_at(self, global_step: int, kind: str, /, **facts: Any) -> None:
-        """Record a fact of an earlier step, such as a checkpoint of it that is finished now."""
-        event = Event(kind=kind, global_step=global_step, unix_seconds=self._clock.unix_seconds(), data=facts)
+    def emit(self, data: EventData, *, global_step: int | None = None) -> None:
+        """Record what happened at a step, such as that of a checkpoint finished now; None: the present one."""
+        step = self.global_step if global_step is None else global_step
+        event = Event(kind=data.kind, global_step=step, unix_seconds=self._clock.unix_seconds(), data=data.facts())
         if os.getpid() == self._process:
             with self._lock:
                 if self._box is not None:
                     self._box.event(event)
-        if kind in _LOUD:
+        if type(data) in _LOUD:
             _log.warning("%s", event)
-
-    def decided(self, decision: Decision, **facts: Any) -> None:
-        """Record a decision."""
-        self.happened(decision.name(), **decision.facts(), **facts)
 
     def step(
         self, mark: StepMark, micro_batch_size: int | None, loss: float | None, norm: float | None, seconds: float

@@ -23,7 +23,9 @@ import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.newest import move_aside, newest_good, out_of_reach, paths_in
+from holdfast.core import run_events
 from holdfast.core.errors import PolicyError
+from holdfast.core.events import EventData
 from holdfast.core.policy import Policy
 from holdfast.guard.directory import check_found
 from holdfast.guard.guard import take_scale
@@ -38,7 +40,7 @@ else:
 _log = logging.getLogger("holdfast")
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _MOST_TEXT = 500
-Note = Callable[..., None]  # takes the kind of an event and its facts, such as `Guard.note`
+Emit = Callable[[EventData], None]  # records an event, such as `Guard.emit`
 
 
 def load(name: str) -> Any:
@@ -92,12 +94,9 @@ def check_accelerator(accelerator: Any) -> str:
     return _PRECISIONS[found] if accelerator.native_amp else "fp32"
 
 
-def emit(note: Note | None, kind: str, **facts: Any) -> None:
-    """Record an event by what a guard gave for it, or log it where no guard is there yet."""
-    if note is not None:
-        note(kind, **facts)
-    else:
-        _log.warning("%s: %s", kind, ", ".join(f"{name}={value}" for name, value in facts.items()))
+def log_event(data: EventData) -> None:
+    """Log an event, where no guard is there yet that could record it."""
+    _log.warning("%s: %s", data.kind, ", ".join(f"{name}={value}" for name, value in data.facts().items()))
 
 
 def open_guard(
@@ -168,18 +167,18 @@ def may_save(guard: HostedGuard | None) -> bool:
     why = None if guard is None else guard.nonfinite_state()
     if guard is None or why is None:
         return True
-    guard.note("save_refused", why=why)
+    guard.emit(run_events.SaveRefused(why=why))
     guard.return_from(why)
     return False
 
 
-def attempt_save(write: Callable[[], None], name: str, note: Note | None, undo: Callable[[], None]) -> bool:
+def attempt_save(write: Callable[[], None], name: str, emit: Emit | None, undo: Callable[[], None]) -> bool:
     """Return whether a checkpoint was written and sealed; a disk that refuses does not end training.
 
     Args:
         write: Writes and seals it.
         name: Of the checkpoint, for the event.
-        note: Takes events; None: failures are logged.
+        emit: Takes events; None: failures are logged.
         undo: Removes what was written of a save that failed.
 
     Raises:
@@ -193,21 +192,22 @@ def attempt_save(write: Callable[[], None], name: str, note: Note | None, undo: 
         text = str(error).lower()
         if not isinstance(error, OSError) and "pytorchstreamwriter" not in text and "os error" not in text:
             raise
-        emit(note, "save_failed", checkpoint=name, error=f"{type(error).__name__}: {error}"[:_MOST_TEXT])
+        failed = run_events.SaveFailed(checkpoint=name, error=f"{type(error).__name__}: {error}"[:_MOST_TEXT])
+        (emit or log_event)(failed)
         return False
-    if note is not None:
-        note("saved", checkpoint=name)
+    if emit is not None:
+        emit(run_events.Saved(checkpoint=name))
     return True
 
 
 def newest_checkpoint(
-    candidates: Iterable[Path], note: Note | None = None, run_dir: Path | None = None
+    candidates: Iterable[Path], emit: Emit | None = None, run_dir: Path | None = None
 ) -> Path | None:
     """Return the newest checkpoint that verifies; those before it that do not are moved aside, with an event.
 
     Args:
         candidates: Newest first.
-        note: Takes events; None: they are logged.
+        emit: Takes events; None: they are logged.
         run_dir: A recording that must not say that there was a checkpoint where none is found.
 
     Raises:
@@ -216,7 +216,8 @@ def newest_checkpoint(
     """
 
     def refused(path: Path, why: str) -> None:
-        emit(note, "checkpoint_damaged", checkpoint=path.name, why=why, kept=move_aside(path).name)
+        damaged = run_events.CheckpointDamaged(checkpoint=path.name, why=why, kept=move_aside(path).name)
+        (emit or log_event)(damaged)
 
     good = newest_good(candidates, refused)
     if good is None and run_dir is not None:

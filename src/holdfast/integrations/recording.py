@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.core import run_events
 from holdfast.core.clock import SystemClock
 from holdfast.core.errors import NonFiniteError
+from holdfast.core.events import EventData, SkipStep
 from holdfast.core.policy import Policy
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.record import RunRecord
@@ -84,10 +86,10 @@ class Recording:
         announce_recording(directory.path)
         self._record.global_step = global_step
         self._model, self._buffers = model, BufferKeeper({"model": model})
-        self.note("loop", by=by)
+        self.emit(run_events.Loop(by=by))
         before = directory.saved_in
         if before is not None and not global_step:
-            self.note("begins_anew", though_saved_in=before)
+            self.emit(run_events.BeginsAnew(though_saved_in=before))
             directory.note_saved(None)
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -105,7 +107,9 @@ class Recording:
         if watching is not None:
             watching.__exit__(None, None, None)
             for found in watching.findings():
-                self.note("finding", rule=found.rule, what=found.what, fix=found.fix, severity=found.severity)
+                self.emit(
+                    run_events.Finding(rule=found.rule, what=found.what, fix=found.fix, severity=found.severity)
+                )
         if self._record is not None:
             if error is not None:
                 self._record.left_by(error)
@@ -114,10 +118,10 @@ class Recording:
             self._directory.release()
         self._record = self._directory = self._model = self._buffers = self._random = None
 
-    def note(self, kind: str, **facts: Any) -> None:
+    def emit(self, data: EventData) -> None:
         """Record an event of the step that training stands at."""
         if self._record is not None:
-            self._record.happened(kind, **facts)
+            self._record.emit(data)
 
     def note_saved_in(self, folder: Path) -> None:
         """Keep where the framework has saved, so that later restarts miss what is gone."""
@@ -126,7 +130,7 @@ class Recording:
 
     def validated(self, loss: float) -> None:
         """Take in the loss of an evaluation; less is better."""
-        self.note("validated", loss=loss)
+        self.emit(run_events.Validated(loss=loss))
         if self._watch is not None:
             self._watch.validated(loss)
 
@@ -174,7 +178,7 @@ class Recording:
             parameter.grad = None
         self._skipped_in_a_row += 1
         reason = f"{count} gradient(s) hold NaN or Inf: {', '.join(names)}"
-        self.note("skip_step", reason=reason, promise="changes training")
+        self.emit(SkipStep(reason=reason, promise="changes training"))
         patience = self.policy.nonfinite_patience
         if patience is not None and self._skipped_in_a_row >= patience:
             raise self.given_up(reason)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.core.run_events import Aligned
+
 # Width of the diagonal band, relative to the whole length: Tachibana et al., arXiv 1710.08969, section 4.1.
 _WIDTH = 0.2
 # An attention is a softmax, so a row sums to 1; what is far below is a row that was masked away.
@@ -26,7 +28,8 @@ def report_alignment(
     max_decoder_steps: int | None = None,
 ) -> None:
     """Record the `alignment_facts` of an evaluation of a speech synthesiser in a guarded run, for rule H852."""
-    guard.note("aligned", **alignment_facts(attention, input_lengths, output_lengths, max_decoder_steps))
+    facts: dict[str, Any] = alignment_facts(attention, input_lengths, output_lengths, max_decoder_steps)
+    guard.emit(Aligned(**facts))
 
 
 @torch.no_grad()

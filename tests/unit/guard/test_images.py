@@ -63,7 +63,8 @@ def test_the_file_is_the_image_and_the_event_names_it(guard, tmp_path):
         guard.add_image(f"grid-{number}", given)
         assert np.array_equal(pixels_of((tmp_path / f"images/grid-{number}/0.png").read_bytes()), expected)
     (event, *_) = events(guard, "image_added")
-    assert dict(event.data) == {"tag": "grid-0", "path": "images/grid-0/0.png"}
+    odd = {"nonfinite": 0, "outside_0_to_1": 0}
+    assert event.data == {"tag": "grid-0", "path": "images/grid-0/0.png", **odd}
 
 
 def test_a_png_file_is_kept_as_it_is(guard, tmp_path):

@@ -19,6 +19,7 @@ import holdfast
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.saver import write as really_write
 from holdfast.checkpoint.store import Store
+from holdfast.core import run_events
 from holdfast.guard.record import RunRecord
 from holdfast.guard.saving import saves as saving
 from holdfast.testing import FakeClock
@@ -299,13 +300,13 @@ def test_a_forked_process_records_nothing_and_does_not_hang(tmp_path):
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        record.happened("in the child")
+        record.emit(run_events.SavePutOff(why="in the child"))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     go.set()
     thread.join()
-    record.happened("in the parent")
-    assert kinds_of(record) == ["in the parent"]
+    record.emit(run_events.Closed(how="finished"))
+    assert kinds_of(record) == ["closed"]
     record.close()
 
 

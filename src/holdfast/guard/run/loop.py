@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast.core import run_events
 from holdfast.core.errors import PolicyError
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
@@ -51,7 +52,7 @@ class Loop:
 
         self._stop.begin_anew()
         self._state.in_loop = True
-        self._record.happened("loop", resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches)
+        self._record.emit(run_events.Loop(resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches))
         how: End = "failed"
         try:
             self._session.saving.save_first()
@@ -59,7 +60,7 @@ class Loop:
                 yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
             if self._stop.reason is not None:
                 self._stop.honoured = True
-                self._record.happened("stop_requested", reason=self._stop.reason)
+                self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
             else:
                 self._report_waiting_schedulers(cursor.epoch)
             self._session.saving.save()
@@ -127,7 +128,7 @@ class Loop:
         ]
         if waiting:
             self._reported_waiting = True
-            self._record.happened("schedulers_wait", schedulers=waiting, fix="call guard.validated(loss)")
+            self._record.emit(run_events.SchedulersWait(schedulers=tuple(waiting), fix="call guard.validated(loss)"))
 
     def _save_if_due(self) -> None:
         saving = self._session.saving
@@ -140,7 +141,9 @@ class Loop:
                 saving.save_when_due()
                 refused = saving.take_refusal()
             elif saving.is_due and not self._postponed:
-                self._record.happened("save_postponed", why="loss or gradient norm stand out; until that is settled")
+                self._record.emit(
+                    run_events.SavePostponed(why="loss or gradient norm stand out; until that is settled")
+                )
                 self._postponed = True
         if refused is not None:
             self._recovery.after_refused_save(refused)

@@ -17,6 +17,7 @@ from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.store import Entry, Store
+from holdfast.core import run_events
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, RunDirectoryError
 from holdfast.core.policy import Policy
@@ -112,8 +113,7 @@ class Session:
             self.record.open()
             announce_recording(self._directory.path)
             if self.cursor is not None:
-                record = self.record.happened
-                self.cursor.attach(lambda data: record(data.kind, **data.facts()), self._directory.path)
+                self.cursor.attach(self.record.emit, self._directory.path)
         except BaseException:
             self._directory.release()
             raise
@@ -186,7 +186,7 @@ class Session:
                 if entry is None:
                     return
                 if not has_weights_of(self.parts, entry):
-                    self.record.happened("changes_not_saved", why=_CHANGED)
+                    self.record.emit(run_events.ChangesNotSaved(why=_CHANGED))
                     return
                 self._keep_random_state_of(entry)
             if not self.is_open:
@@ -195,7 +195,7 @@ class Session:
             let_through(error)
             if self.saving.has_unsaved:
                 raise
-            self.record.happened("changes_not_saved", why=described(error))
+            self.record.emit(run_events.ChangesNotSaved(why=described(error)))
             return
         self.saving.save_again()
 
@@ -222,11 +222,11 @@ class Session:
         try:
             bad, _ = nonfinite_tensors(self.must_be_finite())
             if not bad and not self.snapshots.keep(step, gather(self.parts, self.training_state())):
-                self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
+                self.record.emit(run_events.SnapshotsDoNotFit())
         except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
             let_through(error)
             self.snapshots.failed(step)
-            self.record.happened("snapshot_failed", error=described(error))
+            self.record.emit(run_events.SnapshotFailed(error=described(error)))
 
     def _spare_memory(self) -> None:
         self.snapshots.give_up()
@@ -289,7 +289,7 @@ class Session:
         self.go_on_from(training)
         self.saving.chooser.costs.extend((stall, whole) for stall, whole in training["save_costs"])
         self.saving.resumed(entry)
-        self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
+        self.record.emit(run_events.Resumed(checkpoint=entry.path.name, trained_batches=self._position()[1]))
         return entry.path
 
     def go_on_from(self, training: Mapping[str, Any]) -> None:
@@ -324,7 +324,7 @@ class Session:
                 if rewind_data:
                     self._go_to_position_of(training)
         except BaseException as error:
-            self.record.happened("rollback_failed", error=described(error))
+            self.record.emit(run_events.RollbackFailed(error=described(error)))
             raise
         if kept is not None and not trusted:
             self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
@@ -349,7 +349,7 @@ class Session:
         """Return the newest checkpoint that verifies, of at most so many steps; damaged ones are moved aside."""
 
         def on_damaged(path: Path, why: str) -> None:
-            self.record.happened("checkpoint_damaged", checkpoint=path.name, why=why)
+            self.record.emit(run_events.CheckpointDamaged(checkpoint=path.name, why=why))
 
         return self._store.newest_good(on_damaged, before_step=before_step)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from holdfast.core import run_events
 from holdfast.core.errors import (
     BatchError,
     DivergenceError,
@@ -79,8 +80,8 @@ class Recovery:
         )
         tighter = usual if policy.spike_clip else None
         if decision is None and (level is not Level.SOFT or tighter is not None):
-            kind = "spike" if tighter is None else "spike_clipped"
-            self._record.happened(kind, loss=facts.loss, grad_norm=facts.total, usual_norm=usual, level=level.name)
+            kind = run_events.Spike if tighter is None else run_events.SpikeClipped
+            self._record.emit(kind(loss=facts.loss, grad_norm=facts.total, usual_norm=usual, level=level.name))
         return Ruling(decision=decision, max_norm=tighter)
 
     def after_refused_step(self, outcome: Outcome) -> str:
@@ -101,8 +102,8 @@ class Recovery:
             reason = f"{reason}; {self.report_origin(outcome.provenance)}"
         if outcome.loss_scale is not None:
             collapsed = outcome.loss_scale < 1.0
-            kind = "loss_scale_collapsed" if collapsed else "loss_scale_lowered"
-            self._record.happened(kind, loss_scale=outcome.loss_scale, reason=reason)
+            kind = run_events.LossScaleCollapsed if collapsed else run_events.LossScaleLowered
+            self._record.emit(kind(loss_scale=outcome.loss_scale, reason=reason))
             if not collapsed:  # fp16 finds its scale by trying: no sign of trouble
                 return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
         counters.nonfinite_in_a_row += 1
@@ -117,7 +118,7 @@ class Recovery:
 
     def _carry_out(self, decision: Decision, reason: str, error: type[HoldfastError]) -> str:
         counters = self._session.counters
-        self._record.decided(decision, **_rule_of(decision, error), **self._place())
+        self._record.emit(self._placed(decision, error))
         if isinstance(decision, RollBack):
             if self._roll_back(spiked=error is DivergenceError):
                 return f"{reason}; rolled back to step {self._record.global_step}"
@@ -125,7 +126,7 @@ class Recovery:
                 decision = SkipStep(reason=f"{reason}; nothing to return to", promise="changes training")
             else:
                 decision = Stop(reason=f"{decision.reason}; no checkpoint to return to", promise=decision.promise)
-            self._record.decided(decision, **_rule_of(decision, error))
+            self._record.emit(self._placed(decision, error))
         if isinstance(decision, Stop):
             # Whoever starts again has changed something.
             counters.nonfinite_in_a_row = counters.spikes_in_a_row = counters.rollbacks_in_a_row = 0
@@ -152,10 +153,10 @@ class Recovery:
             session.counters.lr_factor *= factor
             restored = training["counters"]["lr_factor"]  # the state that came back has the rates of then
             scale(session.parts.schedulers, session.parts.optimizers, session.counters.lr_factor / restored)
-            self._record.happened("learning_rate_lowered", factor=factor, in_all=session.counters.lr_factor)
+            self._record.emit(run_events.LearningRateLowered(factor=factor, in_all=session.counters.lr_factor))
         now = self._record.global_step
-        learning_rates = [rates, session.parts.rates()]
-        self._record.happened("rolled_back", from_step=failed_at, to_step=now, learning_rates=learning_rates)
+        learning_rates = tuple(rates), tuple(session.parts.rates())
+        self._record.emit(run_events.RolledBack(from_step=failed_at, to_step=now, learning_rates=learning_rates))
         return True
 
     def after_refused_save(self, why: str) -> None:
@@ -170,7 +171,7 @@ class Recovery:
             rollbacks_in_a_row=self._session.counters.rollbacks_in_a_row,
             max_rollbacks=self._policy.max_rollbacks,
         )
-        self._record.decided(decision, **_rule_of(decision, NonFiniteError))
+        self._record.emit(self._placed(decision, NonFiniteError))
         if isinstance(decision, RollBack) and self._roll_back():
             return
         self._session.state.spoil()
@@ -199,11 +200,11 @@ class Recovery:
     def report_origin(self, provenance: Provenance) -> str:
         """Record where NaN or Inf came from, and return it as one message."""
         if provenance.origin is None:
-            self._record.happened("nonfinite_not_traced", why=provenance.problem)
+            self._record.emit(run_events.NonfiniteNotTraced(why=provenance.problem))
             return f"its origin is not known: {provenance.problem}"
         samples, at = provenance.samples, self._dataset_indices(provenance.samples)
-        self._record.happened(
-            "nonfinite_origin", origin=asdict(provenance.origin), bad_samples=list(samples), dataset_indices=at
+        self._record.emit(
+            run_events.NonfiniteOrigin(origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=at)
         )
         if not samples:
             return str(provenance.origin)
@@ -213,25 +214,29 @@ class Recovery:
     def dropped(self, provenance: Provenance) -> None:
         """Note that a step was made without some of its samples."""
         reason = self.report_origin(provenance)
-        self._record.happened("samples_dropped", promise="changes training", reason=reason, **self._place())
+        self._record.emit(run_events.SamplesDropped(reason=reason, **self._place()))
         cursor, at = self._session.cursor, self._dataset_indices(provenance.samples)
         if cursor is not None and at is not None:
             try:
                 cursor.quarantine(at, reason)
             except LoaderError as error:  # the step is made: they go on being dropped, one by one
-                self._record.happened("quarantine_full", error=error.what)
+                self._record.emit(run_events.QuarantineFull(error=error.what))
 
     def micro_batches_dropped(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Note that micro-batches whose loss was NaN or Inf have no part in a step."""
         at = self._dataset_indices([place for start, end in ranges for place in range(start, end)])
-        facts: dict[str, Any] = {"samples": list(ranges), "dataset_indices": at, **self._place()}
-        self._record.happened("micro_batch_dropped", promise="changes training", **facts)
+        self._record.emit(run_events.MicroBatchDropped(samples=tuple(ranges), dataset_indices=at, **self._place()))
 
-    def _dataset_indices(self, places: Sequence[int]) -> list[int] | None:
+    def _dataset_indices(self, places: Sequence[int]) -> tuple[int, ...] | None:
         """Return where in the dataset samples of the batch come from, if that is known."""
         cursor = self._session.cursor
         indices = None if cursor is None else cursor.sample_indices()
-        return None if indices is None else [indices[place] for place in places]
+        return None if indices is None else tuple(indices[place] for place in places)
+
+    def _placed(self, decision: Decision, error: type[HoldfastError]) -> Decision:
+        """Return a decision with the batch that it is about, and a stop with the rule of its error."""
+        rule: dict[str, Any] = {"rule": "H503" if error is DivergenceError else "H501"}
+        return replace(decision, **self._place(), **(rule if isinstance(decision, Stop) else {}))
 
     def _place(self) -> dict[str, Any]:
         cursor = self._session.cursor
@@ -250,7 +255,7 @@ class Recovery:
         promise: Promise = "changes training"
         if rewind_data:  # the steps are made again, one tensor at a time if they were not before
             promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
-        self._record.decided(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
+        self._record.emit(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
         self._spare_optimizer_memory()
         return f"{partial}; returned to step {self._record.global_step}"
@@ -290,8 +295,8 @@ class Recovery:
                     group["foreach"] = False
 
     def _no_way_back(self, when: str, hindered: str) -> OutOfMemoryError:
-        stop = Stop(reason=f"an optimizer ran out of memory {when}; {hindered}", promise="bit-exact")
-        self._record.decided(stop, rule="H402")
+        reason = f"an optimizer ran out of memory {when}; {hindered}"
+        self._record.emit(Stop(reason=reason, promise="bit-exact", rule="H402"))
         return OutOfMemoryError(
             f"the optimizer ran out of memory {when}",
             limit=f"its weights and moments are half changed, and {hindered}",
@@ -303,11 +308,6 @@ class Recovery:
 
 def _listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers[:5]))}{', ...' * (len(numbers) > 5)}"
-
-
-def _rule_of(decision: Decision, error: type[HoldfastError]) -> dict[str, str]:
-    """Return the rule of the error that a stop is raised as, for its event."""
-    return {"rule": "H503" if error is DivergenceError else "H501"} if isinstance(decision, Stop) else {}
 
 
 class Steps:
@@ -388,10 +388,10 @@ class Steps:
             self.recovery.dropped(outcome.provenance)
         session.counters.note_good_step(self._record.global_step)
         if facts.overflowed:
-            self._record.happened("norm_overflowed", total=facts.total)
+            self._record.emit(run_events.NormOverflowed(total=facts.total))
         if session.policy.scheduler_interval == "step":
             advance(self.parts.schedulers, self.parts.optimizers, names)
         larger = session.ladder.decide_after_step(batch_size=outcome.size or 1, attempts=outcome.attempts)
         if larger is not None:
-            self._record.decided(larger)
+            self._record.emit(larger)
         self.engine.finished()

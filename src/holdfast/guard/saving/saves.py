@@ -21,6 +21,7 @@ from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.interval import IntervalChooser
 from holdfast.checkpoint.saver import Snapshot, encode, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
+from holdfast.core import run_events
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
 from holdfast.core.policy import Policy
@@ -133,7 +134,7 @@ class Saving:
         """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint."""
         if self.failed and (self.saved_as is None or (self.has_unsaved and not left)):
             newest = None if self.saved_as is None else self.saved_as.global_step
-            self._record.happened("not_saved", newest_checkpoint=newest, failed_saves=self.failed)
+            self._record.emit(run_events.NotSaved(newest_checkpoint=newest, failed_saves=self.failed))
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ class Saving:
             self._puts_off = True
             if not self._said_waiting:  # once, and again only after a save that did not have to wait
                 self._said_waiting = True
-                self._record.happened("save_put_off", why="the last one is still written, or memory is made ready")
+                self._record.emit(run_events.SavePutOff(why="the last one is still written, or memory is made ready"))
 
     def _is_pointless(self) -> bool:
         return self._every is None or not self._run_state.may_be_saved or self._saved_at == self._position()
@@ -269,33 +270,36 @@ class Saving:
             removed = self._store.prune(self._keep_latest_k, known_good=entry)
         except (OSError, HoldfastError) as error:
             removed = []  # the checkpoint is good all the same
-            self._record.happened_at(step, "prune_failed", error=str(error))
+            self._record.emit(run_events.PruneFailed(error=str(error)), global_step=step)
         save.entry = entry
         stall = self._end(save)
         # Of the saves before: what this one takes is known when the step that goes on beside it is over, and an event
         # that waited for that would be lost with a kill.
         costs = self.chooser.save_costs_seconds()
-        self._record.happened_at(
-            step,
-            "checkpoint_saved",
-            checkpoint=entry.path.name,
-            size_bytes=save.shot.size_bytes(),
-            seconds=round(save.seconds, 4),
-            stall_seconds=round(stall, 4),
-            **({} if costs is None else {"save_costs_seconds": round(costs, 4)}),
-            removed=[path.name for path in removed],
+        self._record.emit(
+            run_events.CheckpointSaved(
+                checkpoint=entry.path.name,
+                size_bytes=save.shot.size_bytes(),
+                seconds=round(save.seconds, 4),
+                stall_seconds=round(stall, 4),
+                save_costs_seconds=None if costs is None else round(costs, 4),
+                removed=tuple(path.name for path in removed),
+            ),
+            global_step=step,
         )
         return save
 
     def _refuse(self, save: _Save, bad: list[str], count: int) -> _Save:
         """Record that a state is not finite, so that no checkpoint appears."""
-        self._record.happened_at(save.shot.global_step, "save_refused", nonfinite=bad, count=count)
-        save.refused = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
+        save.refused = why = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
+        refused = run_events.SaveRefused(why=why, nonfinite=tuple(bad), count=count)
+        self._record.emit(refused, global_step=save.shot.global_step)
         self._end(save)
         return save
 
     def _record_failure(self, global_step: int, error: Exception, seconds: float) -> None:
-        self._record.happened_at(global_step, "save_failed", error=described(error), seconds=round(seconds, 4))
+        failed = run_events.SaveFailed(error=described(error), seconds=round(seconds, 4))
+        self._record.emit(failed, global_step=global_step)
 
     def _end(self, save: _Save) -> float:
         """Note how long a save took, and return how long the loop was held."""
@@ -313,7 +317,7 @@ class Saving:
         if self._every == "auto":
             decision = self.chooser.decide()
             if decision is not None:
-                self._record.decided(decision)
+                self._record.emit(decision)
         if self._in_background and not self._made_ready and self._record.global_step > (self._tried_at_step or 0):
             self._made_ready = True  # optimizers have their state now
             if self._job is None:
@@ -323,7 +327,7 @@ class Saving:
         try:
             self._buffers_for(needed_bytes(encode(self._state()).tensors))
         except Exception as error:  # noqa: BLE001 - it will come again when a save is due, and be judged there
-            self._record.happened("save_put_off", why=described(error))
+            self._record.emit(run_events.SavePutOff(why=described(error)))
 
     def finish(self) -> None:
         """Wait until nothing is being written, and take in what came of it."""
@@ -382,7 +386,7 @@ class Saving:
 
     def _stop_background(self, why: str) -> None:
         self._in_background = False
-        self._record.happened("saves_synchronous", why=why)
+        self._record.emit(run_events.SavesSynchronous(why=why))
 
     def give_up_buffers(self) -> None:
         """Give the memory back for good, since it is needed elsewhere: from now on the loop waits for its saves."""

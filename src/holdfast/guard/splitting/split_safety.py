@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from holdfast.core import run_events
 from holdfast.core.errors import BatchError
 from holdfast.core.events import Promise
 from holdfast.core.forked import backward_works_in_a_copy
@@ -96,7 +97,7 @@ class SplitSafety:
                 raise
             if self._uncuttable is None:
                 self._uncuttable = error.what
-                self._record.happened("cannot_split", why=error.what, fix=error.fix)
+                self._record.emit(run_events.CannotSplit(why=error.what, fix=error.fix))
             return None
         if size == 0:
             raise BatchError(
@@ -149,24 +150,26 @@ class SplitSafety:
         weighting = None
         if verdict is not None:
             weighting = "as declared" if verdict.declared else str(known.chosen())
-        self._record.happened(
-            "promises",
-            batch_size=size,
-            split=split,
-            weighting=weighting,
-            split_check=None if verdict is None else verdict.facts(),
-            # None: not looked for, on an accelerator.
-            side_effects=None if known.side_effects is None else list(known.side_effects),
+        self._record.emit(
+            run_events.Promises(
+                batch_size=size,
+                split=split,
+                weighting=weighting,
+                split_check=None if verdict is None else verdict.facts(),
+                # None: not looked for, on an accelerator.
+                side_effects=known.side_effects,
+            )
         )
         if known.steps == 1 and known.side_effects:
-            self._record.happened(
-                "side_effects",
-                attributes=list(known.side_effects),
-                why="each forward pass changes them, they are in no checkpoint, and an attempt that is made again "
-                "changes them once more; keep such state in a buffer, or in an object given as state=",
+            self._record.emit(
+                run_events.SideEffects(
+                    attributes=known.side_effects,
+                    why="each forward pass changes them, they are in no checkpoint, and an attempt that is made "
+                    "again changes them once more; keep such state in a buffer, or in an object given as state=",
+                )
             )
         if refused is not None and self._policy.micro_batch_size == "auto":
-            self._record.happened("split_refused", why=refused[1], allow_split_with=refused[0])
+            self._record.emit(run_events.SplitRefused(why=refused[1], allow_split_with=refused[0]))
 
     def remedies(self, work: Work) -> Remedies:
         """Return what a step may do about a lack of memory, finding out what is not known yet."""

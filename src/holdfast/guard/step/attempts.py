@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from holdfast.core import run_events
 from holdfast.core.errors import BatchError, HoldfastError, PolicyError
 from holdfast.core.events import Decision, Stop
 from holdfast.core.policy import Policy
@@ -179,7 +180,7 @@ class Attempts:
         """Measure no more, so that nothing more is recomputed from now on."""
         self._measured = None
         why = f"what modules keep could not be measured: {type(failure).__name__}: {failure}"
-        self._record.happened("recompute_impossible", why=why[:300])
+        self._record.emit(run_events.RecomputeImpossible(why=why[:300]))
 
     def give_up_recomputing(self, plan: Plan, failure: Exception) -> None:
         """Choose a module no more that cannot be recomputed; all of the plan if it is not known which one it was."""
@@ -189,7 +190,7 @@ class Attempts:
         failing = [name for name in plan.recompute if block is None or self._modules.get(name) is block]
         if self._measured is not None:
             self._measured.refuse(failing)
-        self._record.happened("recompute_impossible", why=why, modules=failing)
+        self._record.emit(run_events.RecomputeImpossible(why=why, modules=tuple(failing)))
 
     def _check_recompute(self) -> None:
         if self._must_recompute and self.compiled:
@@ -286,7 +287,7 @@ class Attempts:
             parameter.grad = None
         late = self.buffers.put_back()
         if late:
-            self._record.happened("not_restored", names=late, promise="changes training")
+            self._record.emit(run_events.NotRestored(names=tuple(late)))
             work.lost += late
         restore(work.random_state)
 
@@ -307,10 +308,10 @@ class Attempts:
         """Note which buffers and states an attempt has changed that will be committed."""
         new = self.buffers.learn()
         if new:
-            self._record.happened("mutable_buffers", buffers=new[:20], count=len(new))
+            self._record.emit(run_events.MutableBuffers(buffers=tuple(new[:20]), count=len(new)))
         late = [name for name in new if name in self.buffers.states.names()]
         if late and work.attempts > 1:
-            self._record.happened("not_restored", names=late, promise="changes training")
+            self._record.emit(run_events.NotRestored(names=tuple(late)))
 
 
 def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from holdfast.core import run_events
 from holdfast.core.clock import Clock
 from holdfast.core.errors import DeviceError, OutOfMemoryError
 from holdfast.core.events import Promise, Stop
@@ -264,7 +265,7 @@ class StepEngine:
                 self.spare_memory()
             release_memory(self._devices)
             if is_onednn_failure(found) and switch_off_if_broken():
-                self._record.happened("onednn_switched_off", promise="equal up to rounding")
+                self._record.emit(run_events.OnednnSwitchedOff())
                 continue  # the same attempt with torch's own kernels: it was not the batch that did not fit
             work.out_of_memory += 1
             self._decide(work, found)
@@ -284,26 +285,29 @@ class StepEngine:
         forecast = self._policy.forecast_peak_bytes
         if peak and forecast is not None:
             off = round(forecast / peak - 1, 4)
-            self._record.happened("forecast_compared", forecast_bytes=forecast, peak_bytes=peak, off_by=off)
+            self._record.emit(run_events.ForecastCompared(forecast_bytes=forecast, peak_bytes=peak, off_by=off))
 
     def _decide(self, work: Work, found: str) -> None:
         """Ask the ladder what to do about a lack of memory, and record it; raise H401 if nothing is left."""
         plan = self._ladder.plan
         size = work.size or 1
-        self._record.happened(
-            "out_of_memory",
-            error=found,
-            attempt=work.attempts,
-            micro_batch_size=plan.samples(size),
-            recompute=bool(plan.recompute),
+        self._record.emit(
+            run_events.OutOfMemory(
+                error=found,
+                attempt=work.attempts,
+                micro_batch_size=plan.samples(size),
+                recompute=bool(plan.recompute),
+            )
         )
         remedies = self._remedies(work)
         if self._reports_no_gain and work.prepared and work.out_of_memory > 1 and not remedies.recompute:
             self._reports_no_gain = False
-            self._record.happened("recompute_impossible", why=COMPILED if self.attempts.compiled else NOTHING_SAVES)
+            self._record.emit(
+                run_events.RecomputeImpossible(why=COMPILED if self.attempts.compiled else NOTHING_SAVES)
+            )
         decision = self._ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, remedies=remedies)
         decision = self.attempts.as_promised(decision, work)
-        self._record.decided(decision, **({"rule": "H401"} if isinstance(decision, Stop) else {}))
+        self._record.emit(replace(decision, rule="H401") if isinstance(decision, Stop) else decision)
         if isinstance(decision, Stop):
             what = "the batch" if work.size is None else f"a batch of {size} samples"
             raise OutOfMemoryError(
@@ -315,7 +319,7 @@ class StepEngine:
             )
         makes_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(work.names)
         if makes_kernels and self._parts.device_type() == "cpu" and switch_off_if_unsafe(self._parts.models.values()):
-            self._record.happened("onednn_switched_off", promise="equal up to rounding")
+            self._record.emit(run_events.OnednnSwitchedOff())
 
     def _remedies(self, work: Work) -> Remedies:
         if not work.prepared:

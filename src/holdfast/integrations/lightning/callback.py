@@ -43,7 +43,7 @@ class HoldfastCallback(Callback):
         """Let checkpoints be verified, before one is loaded."""
         # Anything but Lightning's plain one was chosen on purpose.
         if type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO":
-            trainer.strategy.checkpoint_io = VerifiedCheckpointIO(self._recording.note)
+            trainer.strategy.checkpoint_io = VerifiedCheckpointIO(self._recording.emit)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the recording."""

@@ -20,9 +20,10 @@ import torch
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.newest import newest_good
 from holdfast.checkpoint.seal import is_sealed, manifest_beside, seal, verify
+from holdfast.core import run_events
 from holdfast.core.durable import fsync_path
 from holdfast.core.errors import HoldfastError
-from holdfast.integrations.protocol import Note, attempt_save, emit, load
+from holdfast.integrations.protocol import Emit, attempt_save, load, log_event
 
 load("lightning.pytorch")
 from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
@@ -52,14 +53,14 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     is taken instead. The last file that verifies is never removed.
 
     Args:
-        note: Called with each event, such as ``guard.note``.
+        emit: Called with each event, such as ``guard.emit``; None: they are logged.
 
     Example:
         ``Trainer(plugins=[VerifiedCheckpointIO()])``; a `HoldfastStrategy` has one already.
     """
 
-    def __init__(self, note: Note | None = None) -> None:
-        self.note = note
+    def __init__(self, emit: Emit | None = None) -> None:
+        self.emit = emit
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a file, flush it, and seal it."""
@@ -70,7 +71,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         bad = _spoiled(checkpoint)
         if bad:
             why = f"{len(bad)} tensor(s) hold NaN or Inf: {', '.join(bad[:5])}"
-            emit(self.note, "save_refused", checkpoint=target.name, why=why)
+            (self.emit or log_event)(run_events.SaveRefused(checkpoint=target.name, why=why))
             return
         draft, plain = target.with_name(f".tmp-{target.name}-{os.getpid()}"), super().save_checkpoint
         step = int(checkpoint.get("global_step", 0))
@@ -88,7 +89,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
                 draft.unlink(missing_ok=True)
                 manifest_beside(draft).unlink(missing_ok=True)
 
-        attempt_save(write, target.name, None if target.name.startswith(".") else self.note, undo)
+        attempt_save(write, target.name, None if target.name.startswith(".") else self.emit, undo)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file that verifies, or the newest beside it that does.
@@ -102,11 +103,11 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             given = target.resolve() if target.is_file() else target
 
             def refused(each: Path, why: str) -> None:
-                emit(self.note, "checkpoint_damaged", checkpoint=each.name, why=why)
+                (self.emit or log_event)(run_events.CheckpointDamaged(checkpoint=each.name, why=why))
 
             good = newest_good([given, *_others(given)], refused)
             if good is not None and good != given:
-                emit(self.note, "checkpoint_instead", checkpoint=good.name, of=target.name)
+                (self.emit or log_event)(run_events.CheckpointInstead(checkpoint=good.name, of=target.name))
             path = good
         found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
         return found
@@ -119,7 +120,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             return
         passing = target.name.startswith(".")  # of Lightning's Tuner, which goes back to it once
         if not passing and is_sealed(target) and not any(map(_verifies, _others(target))):
-            emit(self.note, "checkpoint_kept", checkpoint=target.name, why="no other in its folder verifies")
+            kept = run_events.CheckpointKept(checkpoint=target.name, why="no other in its folder verifies")
+            (self.emit or log_event)(kept)
             return
         super().remove_checkpoint(path)
         manifest_beside(target).unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.core import run_events
 from holdfast.guard.accumulation import Accumulation, divided
 from holdfast.guard.hosted import HostedGuard
 from holdfast.guard.result import StepResult
@@ -240,10 +241,11 @@ class TrainerSteps:
         """Record once that the first batch of manual optimization went past the guard."""
         if not self._module.automatic_optimization and self._manual is None:
             self._manual = False
-            self._guard.note(
-                "own_steps",
-                why="training_step optimizes by itself, and its first batch called no guarded_step; such steps are "
-                "not guarded. Fix: self.trainer.strategy.guarded_step(batch, loss_fn, optimizer=...)",
+            self._guard.emit(
+                run_events.OwnSteps(
+                    why="training_step optimizes by itself, and its first batch called no guarded_step; such steps "
+                    "are not guarded. Fix: self.trainer.strategy.guarded_step(batch, loss_fn, optimizer=...)"
+                )
             )
 
     def watched(self, part: Any, loss_fn: LossFunction) -> Any:

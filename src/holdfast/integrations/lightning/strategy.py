@@ -117,7 +117,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         )
         self._steps = TrainerSteps(module, guard, self.optimizers, self._split, super().training_step)
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
-            self.checkpoint_io.note = guard.note
+            self.checkpoint_io.emit = guard.emit
         self._hold_schedulers(module, self._steps)
         if carried is not None:
             window = carried_tree(carried, "window")
@@ -173,7 +173,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if guard is not None:
             vars(self.lightning_module).pop("lr_scheduler_step", None)
             if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
-                self.checkpoint_io.note = None
+                self.checkpoint_io.emit = None
             guard.__exit__(None if error is None else type(error), error, None)
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from holdfast.core import run_events
 from holdfast.core.policy import Policy
 from holdfast.core.policy_sources import from_speechbrain
 from holdfast.guard.accumulation import Accumulation, divided
@@ -93,7 +94,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         finally:
             guard, self.holdfast_guard, self._holdfast_steps = self.holdfast_guard, None, None
             if self.checkpointer is not None:
-                self.checkpointer.note, self.checkpointer.may_save = None, lambda: True
+                self.checkpointer.emit, self.checkpointer.may_save = None, lambda: True
             if guard is not None:
                 guard.__exit__(None if error is None else type(error), error, None)
 
@@ -121,9 +122,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         )
         self.holdfast_guard, self._holdfast_steps = guard, Accumulation(guard, self._holdfast_seen.clear)
         if self.checkpointer is not None:
-            self.checkpointer.note, self.checkpointer.may_save = guard.note, lambda: may_save(guard)
+            self.checkpointer.emit, self.checkpointer.may_save = guard.emit, lambda: may_save(guard)
         if type(self).fit_batch is not HoldfastMixin.fit_batch:
-            guard.note("own_fit_batch", why="it is not guarded, but for what goes through guarded_step")
+            guard.emit(run_events.OwnFitBatch(why="it is not guarded, but for what goes through guarded_step"))
         if carried is None:
             return
         self._holdfast_position = carried_tree(carried, "loader")
@@ -204,7 +205,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
     def _holdfast_stop(self) -> NoReturn:
         assert self.holdfast_guard is not None
-        self.holdfast_guard.note("stop_requested", reason=self.holdfast_guard.stop_reason)
+        self.holdfast_guard.emit(run_events.StopRequested(reason=str(self.holdfast_guard.stop_reason)))
         raise SystemExit(0)
 
     def _holdfast_loss(self, part: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.seal import begin, check, is_unfinished, seal
-from holdfast.integrations.protocol import Framework, Note, attempt_save, checkpoints_in, newest_checkpoint
+from holdfast.integrations.protocol import Emit, Framework, attempt_save, checkpoints_in, newest_checkpoint
 
 NAME = re.compile(r"CKPT.*")
 
@@ -25,7 +25,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
     checkpoints_dir: Path
     may_save: Callable[[], bool] = staticmethod(lambda: True)
     """Whether the present state may be saved."""
-    note: Note | None = None
+    emit: Emit | None = None
     """Takes events."""
     _refused = False
 
@@ -42,7 +42,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
             for draft in set(self.folders()) - there:
                 shutil.rmtree(draft, ignore_errors=True)
 
-        self._refused = not self.may_save() or not attempt_save(write, "CKPT", self.note, undo)
+        self._refused = not self.may_save() or not attempt_save(write, "CKPT", self.emit, undo)
         return None if self._refused else found[0]
 
     def delete_checkpoints(self, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         """
         others = [path for path in self.folders() if is_unfinished(path) or not path.exists()]
         candidates = {Path(each.path): each for each in self.find_checkpoints(*args, **kwargs)}
-        good = newest_checkpoint([*others, *candidates], self.note)
+        good = newest_checkpoint([*others, *candidates], self.emit)
         return None if good is None else candidates[good]
 
     def load_checkpoint(self, checkpoint: Any) -> None:

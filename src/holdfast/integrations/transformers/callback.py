@@ -14,6 +14,7 @@ from typing import Any
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.newest import move_aside
 from holdfast.checkpoint.seal import check, seal
+from holdfast.core import run_events
 from holdfast.guard.stop import StopRequest
 from holdfast.integrations.protocol import attempt_save
 from holdfast.integrations.recording import Recording
@@ -89,7 +90,7 @@ class CallbackParts:
 
     def _look(self, args: Any, control: Any) -> None:
         if self._stop.reason is not None and not control.should_training_stop:
-            self._recording.note("stop_requested", reason=self._stop.reason)
+            self._recording.emit(run_events.StopRequested(reason=self._stop.reason))
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
 
@@ -107,13 +108,13 @@ class CallbackParts:
         bad, count = nonfinite_tensors([*named["model"].named_parameters(), *moments])
         if count:
             reason = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
-            self._recording.note("save_refused", why=reason, kept=move_aside(folder).name)
+            self._recording.emit(run_events.SaveRefused(why=reason, kept=move_aside(folder).name))
             raise self._recording.given_up(reason)
 
         def write() -> None:
             seal(folder, global_step=state.global_step, unix_seconds=time.time())
 
-        if attempt_save(write, folder.name, self._recording.note, lambda: None):
+        if attempt_save(write, folder.name, self._recording.emit, lambda: None):
             self._recording.note_saved_in(folder.parent)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast.checkpoint.seal import begin, check, seal
 from holdfast.core.durable import write_file
-from holdfast.integrations.protocol import Note, attempt_save, checkpoints_in, load, newest_checkpoint
+from holdfast.integrations.protocol import Emit, attempt_save, checkpoints_in, load, newest_checkpoint
 
 _log = logging.getLogger("holdfast")
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -76,7 +76,7 @@ def resumable(asked: Any, output_dir: str, run_dir: str | None = None) -> Any:
 
 
 def save_sealed(
-    trainer: Any, folder: Path, write: Callable[[], None], carried: Mapping[str, Any] | None, note: Note | None
+    trainer: Any, folder: Path, write: Callable[[], None], carried: Mapping[str, Any] | None, emit: Emit | None
 ) -> bool:
     """Have a Trainer write a checkpoint between the mark and the seal; older ones go only after that.
 
@@ -85,7 +85,7 @@ def save_sealed(
         folder: Where it writes.
         write: Has the Trainer write.
         carried: For `carried_in`; None: nothing.
-        note: Takes events.
+        emit: Takes events.
 
     Returns:
         Whether it was saved.
@@ -111,7 +111,7 @@ def save_sealed(
 
     trainer.args.save_total_limit = None  # the Trainer rotates before the seal
     try:
-        return attempt_save(save, folder.name, note, undo)
+        return attempt_save(save, folder.name, emit, undo)
     finally:
         trainer.args.save_total_limit = limit
 

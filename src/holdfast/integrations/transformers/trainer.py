@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from holdfast.core import run_events
 from holdfast.core.errors import BatchError, OutOfMemoryError
 from holdfast.core.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
@@ -238,8 +239,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")
             write = super()._save_checkpoint
             carried = None if guard is None else self._holdfast_carried(guard)
-            note = None if guard is None else guard.note
-            if save_sealed(self, folder, lambda: write(model, trial), carried, note):
+            emit = None if guard is None else guard.emit
+            if save_sealed(self, folder, lambda: write(model, trial), carried, emit):
                 self._holdfast_saved_at = step
 
     def _holdfast_keep(self, model: torch.nn.Module) -> None:
@@ -301,19 +302,19 @@ class _StopWhenAsked:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._look(args, state, control)
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        self._look(args, control)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        self._look(args, state, control)  # again, since an evaluation lasts
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:  # noqa: ARG002
+        self._look(args, control)  # again, since an evaluation lasts
         guard, loss = self._trainer.holdfast_guard, (metrics or {}).get("eval_loss")
         if guard is not None and loss is not None:
             guard.validated(loss)
 
-    def _look(self, args: Any, state: Any, control: Any) -> None:
+    def _look(self, args: Any, control: Any) -> None:
         guard = self._trainer.holdfast_guard
         if guard is not None and guard.stop_reason is not None and not control.should_training_stop:
-            guard.note("stop_requested", reason=guard.stop_reason, at=state.global_step)
+            guard.emit(run_events.StopRequested(reason=guard.stop_reason))
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
 
@@ -434,9 +435,10 @@ class _TrainerLoss:
             return  # asked again in the next step
         self._uses_items = once != twice
         if not self._uses_items:
-            guard.note(
-                "items_ignored",
-                model=type(self._model).__name__,
-                why="its loss is a mean whatever num_items_in_batch is, and Trainer would add up such means; "
-                "they are weighted by what they are over instead",
+            guard.emit(
+                run_events.ItemsIgnored(
+                    model=type(self._model).__name__,
+                    why="its loss is a mean whatever num_items_in_batch is, and Trainer would add up such means; "
+                    "they are weighted by what they are over instead",
+                )
             )
