@@ -26,39 +26,75 @@ pytestmark = [
 ]
 
 
-def _noise(index: int) -> torch.Tensor:
-    return torch.tensor([index, random.random(), np.random.rand(), float(torch.rand(()))], dtype=torch.float64)
+LENGTH = 30
+
+
+def _by_torch(length: int) -> list[int]:
+    return torch.randperm(length).tolist()
+
+
+def _by_python(length: int) -> list[int]:
+    return random.sample(range(length), length)
+
+
+def _by_numpy(length: int) -> list[int]:
+    return np.random.permutation(length).tolist()
+
+
+def _in_order(length: int) -> list[int]:
+    return list(range(length))
+
+
+def _nothing(place: int) -> float:
+    return 0.0
+
+
+def _fixed(place: int) -> float:
+    return random.random() + np.random.rand() + float(torch.rand(()))
+
+
+def _varying(place: int) -> float:
+    return sum(random.random() for _ in range(1 + random.randrange(2)))
+
+
+def _late(place: int) -> float:
+    return float(torch.rand(())) if place > 20 else 0.0
 
 
 class Plain(IterableDataset[torch.Tensor]):
-    """Noisy items; one of them may kill its worker, once."""
+    """Draws its order as its generator begins, and noise with each item; one may kill its worker, once."""
 
-    def __init__(self, length: int, kills: Path | None = None) -> None:
-        self.length = length
-        self.kills = kills
+    def __init__(
+        self,
+        length: int,
+        kills: Path | None = None,
+        order: Callable[[int], list[int]] = _in_order,
+        noise: Callable[[int], float] = _fixed,
+    ) -> None:
+        self.length, self.kills, self.order, self.noise = length, kills, order, noise
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for index in range(self.length):
-            self.meet(index)
-            yield _noise(index)
+        order = self.order(self.length)
+        for place in range(self.length):
+            yield self.item(order, place)
 
-    def meet(self, index: int) -> None:
-        if index == 17 and self.kills is not None and get_worker_info() is not None and not self.kills.exists():
+    def item(self, order: list[int], place: int) -> torch.Tensor:
+        if place == 17 and self.kills is not None and get_worker_info() is not None and not self.kills.exists():
             self.kills.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([order[place], self.noise(place)], dtype=torch.float64)
 
 
 class Stateful(Plain):
     """The same with a position of its own; counts what it reads."""
 
-    at = 0
-    read = 0
+    at = read = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        order = self.order(self.length)
         while self.at < self.length:
-            self.meet(self.at)
             self.at, self.read = self.at + 1, self.read + 1
-            yield _noise(self.at - 1)
+            yield self.item(order, self.at - 1)
         self.at = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -74,9 +110,13 @@ class Own(Plain):
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        for index in range(first, self.length, step):
-            self.meet(index)
-            yield _noise(index)
+        order = self.order(self.length)
+        for place in range(first, self.length, step):
+            yield self.item(order, place)
+
+
+def _ordered(order: Callable[[int], list[int]], noise: Callable[[int], float], kills: Path | None = None) -> Stateful:
+    return Stateful(LENGTH, kills, order, noise)
 
 
 def _loader(dataset: Any, **options: Any) -> DataLoader:
@@ -118,7 +158,7 @@ class Telling(Plain):
         self.stands, self.begins = self.begins, 0
         while self.stands < self.length:
             self.stands += 1
-            yield _noise(self.stands - 1)
+            yield self.item(self.order(self.length), self.stands - 1)
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.stands}
@@ -154,19 +194,16 @@ def test_a_stream_without_state_is_read_over() -> None:
 def test_an_item_that_raises_ends_the_epoch_with_its_error(workers: int, make: Callable[[], BaseException]) -> None:
     """An iterator that has raised is over, so nothing is set aside: its error comes, after the batches before it."""
 
-    class Broken(Plain):
-        def meet(self, index: int) -> None:
-            if index == 9:
-                raise make()
+    def broken(place: int) -> float:
+        if place == 9:
+            raise make()
+        return 0.0
 
     found = []
     with pytest.raises((ValueError, LoaderError)) as caught:
-        found.extend(_loader(Broken(22), sharded=False, num_workers=workers))
+        found.extend(_loader(Plain(22, noise=broken), sharded=False, num_workers=workers))
     assert "while making the batch of a stream" in "".join(caught.value.__notes__)
     del found
-
-
-LENGTH = 30
 
 
 class Resetting(IterableDataset[int]):
@@ -205,65 +242,6 @@ def test_an_iterator_that_has_ended_is_not_asked_again(workers: int, drop_last: 
 # --- what is drawn as an iterator begins -------------------------------------------------------------------
 
 
-def _by_torch(length: int) -> list[int]:
-    return torch.randperm(length).tolist()
-
-
-def _by_python(length: int) -> list[int]:
-    return random.sample(range(length), length)
-
-
-def _by_numpy(length: int) -> list[int]:
-    return np.random.permutation(length).tolist()
-
-
-def _in_order(length: int) -> list[int]:
-    return list(range(length))
-
-
-def _nothing(place: int) -> float:
-    return 0.0
-
-
-def _fixed(place: int) -> float:
-    return random.random() + float(torch.rand(()))
-
-
-def _varying(place: int) -> float:
-    return sum(random.random() for _ in range(1 + random.randrange(2)))
-
-
-def _late(place: int) -> float:
-    return float(torch.rand(())) if place > 20 else 0.0
-
-
-class Ordered(IterableDataset[torch.Tensor]):
-    """Draws its order as its generator begins, and noise with each item; may kill its worker, once."""
-
-    at = read = 0
-
-    def __init__(
-        self, order: Callable[[int], list[int]], noise: Callable[[int], float], kills: Path | None = None
-    ) -> None:
-        self.order, self.noise, self.kills = order, noise, kills
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        order = self.order(LENGTH)
-        while self.at < LENGTH:
-            self.at, self.read = self.at + 1, self.read + 1
-            if self.at == 17 and self.kills is not None and get_worker_info() and not self.kills.exists():
-                self.kills.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield torch.tensor([order[self.at - 1], self.noise(self.at - 1)], dtype=torch.float64)
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 ORDERS = [_by_torch, _by_python, _by_numpy, _in_order]
 NOISES = [_nothing, _fixed, _varying, _late]
 
@@ -275,12 +253,12 @@ def test_an_order_that_is_drawn_as_the_iterator_begins_is_the_same_after_any_cut
     order: Callable[[int], list[int]], noise: Callable[[int], float], size: int
 ) -> None:
     """So is the noise of each item, in new processes and if that is cut again, with positions that are plain text."""
-    expected = _items(_loader(Ordered(order, noise), batch_size=size))
+    expected = _items(_loader(_ordered(order, noise), batch_size=size))
     assert sorted(item[0] for item in expected) == list(range(LENGTH))
     for cut in (0, 1, 2, 3, 7) if size == 4 else (1, 2, 10, 17, 30):
         found, state = list[tuple[float, float]](), None
         for length in (cut, 2, LENGTH):
-            loader = _loader(Ordered(order, noise), batch_size=size)
+            loader = _loader(_ordered(order, noise), batch_size=size)
             if state is not None:
                 loader.load_state_dict(json.loads(json.dumps(state)))
             found += _items(itertools.islice(loader, length))
@@ -294,8 +272,8 @@ _KILLED: dict[str, Callable[[Path | None], Any]] = {
     "plain": lambda kills: Plain(40, kills),
     "with state": lambda kills: Stateful(40, kills),
     "divided": lambda kills: Own(40, kills),
-    "ordered": lambda kills: Ordered(_by_torch, _nothing, kills),
-    "ordered, noisy": lambda kills: Ordered(_by_torch, _varying, kills),
+    "ordered": lambda kills: _ordered(_by_torch, _nothing, kills),
+    "ordered, noisy": lambda kills: _ordered(_by_torch, _varying, kills),
 }
 
 
@@ -312,9 +290,9 @@ def test_a_worker_that_dies_changes_nothing(make: Callable[[Path | None], Any], 
 @pytest.mark.parametrize("noise", [_nothing, _varying])
 def test_a_worker_that_takes_over_leaves_the_order_as_it_was_drawn(noise: Callable[[int], float]) -> None:
     """As with ``"auto"``, where the first batches are read here, and the rest of the epoch by a worker."""
-    expected = _items(_loader(Ordered(_by_torch, noise), batch_size=1))
+    expected = _items(_loader(_ordered(_by_torch, noise), batch_size=1))
     for cut in (1, 2, 9):
-        loader = _loader(Ordered(_by_torch, noise), batch_size=1, sharded=False)
+        loader = _loader(_ordered(_by_torch, noise), batch_size=1, sharded=False)
         batches = iter(loader)
         found = _items(itertools.islice(batches, cut))
         loader._recovery.change(1, 2)
@@ -326,9 +304,9 @@ def test_an_item_is_read_twice_only_where_the_iterator_may_draw_as_it_begins(
     noise: Callable[[int], float], more: int
 ) -> None:
     """Where the first item draws nothing, nothing can have been drawn before it."""
-    stopped = _loader(Ordered(_in_order, noise))
+    stopped = _loader(_ordered(_in_order, noise))
     assert len(list(itertools.islice(stopped, 5))) == 5
-    dataset = Ordered(_in_order, noise)
+    dataset = _ordered(_in_order, noise)
     resumed = _loader(dataset)
     resumed.load_state_dict(stopped.state_dict())
     assert len(list(resumed)) == 3

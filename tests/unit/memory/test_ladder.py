@@ -48,14 +48,6 @@ def test_more_is_recomputed_before_anything_is_split() -> None:
     assert ladder.plan == Plan(micro_batch_size=4, recompute=("a", "b"))
 
 
-def test_halving_rounds_up_and_keeps_to_the_smallest() -> None:
-    """Odd sizes lose less than half, and the smallest is tried before the stop."""
-    decisions = _fail(_ladder(), 6, Remedies(smallest=2), batch_size=13)
-    assert [d.micro_batch_size for d in decisions if isinstance(d, Split)] == [7, 4, 2]
-    assert isinstance(decisions[-1], Stop)
-    assert "2 sample(s)" in decisions[-1].reason
-
-
 def test_a_batch_that_may_not_be_split_stops_with_the_reason() -> None:
     """After recompute failed too, the stop says why splitting was refused, and the plan is untouched."""
     ladder = _ladder()
@@ -88,18 +80,6 @@ def test_growth_ends_at_the_whole_batch_and_last_drops_recompute() -> None:
     assert found[3].modules == ()
     assert found[4] is None
     assert ladder.plan == Plan()
-
-
-def test_growth_never_goes_beyond_the_policy() -> None:
-    """With a limit of 6 the sizes after 2 are 4 and 6."""
-    ladder = _ladder(largest=6, grow_after_steps=1)
-    _fail(ladder, 3, Remedies(), batch_size=12)
-    ladder.decide_after_step(batch_size=12, attempts=4)
-    sizes = []
-    for _ in range(4):
-        ladder.decide_after_step(batch_size=12, attempts=1)
-        sizes.append(ladder.plan.micro_batch_size)
-    assert sizes == [4, 6, 6, 6]
 
 
 def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:

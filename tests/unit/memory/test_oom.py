@@ -5,15 +5,21 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from holdfast.core.errors import OutOfMemoryError
+from holdfast.memory.host_memory import available_bytes
+from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky, release_memory
+from holdfast.testing import memory_limited
 
 _CPU_TEXT = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
@@ -208,3 +214,90 @@ def test_garbage_in_cycles_is_collected() -> None:
         assert tensor() is None
     finally:
         gc.enable()
+
+
+def test_a_healthy_onednn_stays_on() -> None:
+    """The trial neither switches oneDNN off nor draws random numbers, however often it is made."""
+    before = torch.get_rng_state()
+    assert [switch_off_if_broken() for _ in range(3)] == [False, False, False]
+    assert torch._C._get_mkldnn_enabled() == torch.backends.mkldnn.is_available()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_unsafe"),
+    [
+        (torch.nn.Conv2d(1, 1, 4, stride=(1, 2)), True),
+        (torch.nn.ConvTranspose1d(1, 1, 4, stride=2), True),
+        (torch.nn.Conv2d(1, 1, 3, padding=1), False),
+        (torch.nn.MaxPool2d(2, stride=2), False),
+    ],
+)
+def test_it_is_switched_off_for_strided_convolutions_only(model: torch.nn.Module, is_unsafe: bool) -> None:
+    """Wherever in the models it lies, once; all else keeps oneDNN's kernels, and so its bits."""
+    models = [torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Sequential(model))]
+    try:
+        assert [switch_off_if_unsafe(models) for _ in range(2)] == [is_unsafe, False]
+        assert torch._C._get_mkldnn_enabled() is not is_unsafe
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_failure"),
+    [
+        ("could not create a primitive", True),
+        ("could not create a primitive descriptor for a convolution forward propagation primitive", True),
+        ("Could not execute a primitive", True),
+        ("could not create an engine primitive", True),
+        ("could not initialize a memory object", True),
+        ("could not create a file", False),
+        ("could not open a primitive", False),
+        ("", False),
+    ],
+)
+def test_its_texts_are_told_apart(text: str, is_failure: bool) -> None:
+    """Only the texts of oneDNN's own failures count, in any case."""
+    assert is_onednn_failure(text) is is_failure
+    assert is_onednn_failure(text.upper()) is is_failure
+
+
+def test_a_real_limit_of_this_process_counts() -> None:
+    """With the data segment limited to 64 MiB more than it has, no more than that is left."""
+    before = available_bytes()
+    assert before is not None
+    with memory_limited(64 * 2**20):
+        left = available_bytes()
+    assert left is not None
+    assert left <= min(64 * 2**20, before)
+
+
+def test_what_cannot_be_read_does_not_limit(tmp_path: Path) -> None:
+    """Where there are no such files, nothing is known."""
+    assert available_bytes(tmp_path) is None
+
+
+_PROGRAM = """
+import ctypes, sys
+from holdfast.memory.host_memory import set_malloc_threshold, trim_heap
+from holdfast.testing import data_segment_bytes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+assert set_malloc_threshold(2**20) is True
+libc.free(libc.malloc(24 * 2**20))  # by default this raises the size from which blocks are mapped
+before = data_segment_bytes()
+blocks = [libc.malloc(8 * 2**20) for _ in range(8)]
+pin = libc.malloc(100_000)          # lies above them, so the top of the heap cannot shrink
+for block in blocks:
+    libc.free(block)
+print(data_segment_bytes() - before)
+trim_heap()
+"""
+
+
+def test_freed_blocks_go_back_to_the_system() -> None:
+    """With the threshold set, 64 MiB that were freed under a live block are gone from the process."""
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * 2**20
