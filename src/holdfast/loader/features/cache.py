@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import multiprocessing
 import operator
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch.utils.data import Dataset
 
 from holdfast.core.errors import LoaderError
@@ -28,7 +26,7 @@ from holdfast.loader.features.items import decode
 from holdfast.loader.machine import cpu_quota
 
 _NAMED = 5
-"""Differences or items that a message names; more are counted."""
+"""Items that a message names; more are counted."""
 _DRAWN = 100
 """Times that the progress bar is drawn in a build, at most."""
 
@@ -102,7 +100,9 @@ class FeatureCache(Dataset[Any]):
                 it is damaged, H623 if an item cannot be computed, H624 if the disk refuses, H625 for an argument
                 that cannot be used.
         """
-        _check_arguments(dataset, fn, num_workers, multiprocessing_context)
+        require_h5py()
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or not len(dataset):
+            raise _unusable(f"dataset={type(dataset).__name__}", "it needs __len__ and __getitem__, and an item")
         place, draft = Path(path).absolute(), Draft(Path(path).absolute())
         key = _key(version, parameters, seed, len(dataset))
         if not rebuild and _is_finished(draft, key):
@@ -123,11 +123,6 @@ class FeatureCache(Dataset[Any]):
         except OSError as error:
             raise failure(f"feature cache {place}: {error.strerror or error}", rule="H624") from error
         return cls(place)
-
-    @property
-    def key(self) -> Mapping[str, str]:
-        """Return what the features were made from: version, parameters, seed and length, as JSON by name."""
-        return MappingProxyType(self._contents.key)
 
     def __len__(self) -> int:
         return self._contents.length
@@ -185,28 +180,12 @@ class FeatureCache(Dataset[Any]):
         if hasattr(self, "_descriptor"):
             self.close()
 
-    def __repr__(self) -> str:
-        return f"FeatureCache({str(self.path)!r}, {len(self)} items)"
-
 
 def _opened(path: Path) -> tuple[int, Contents]:
     try:
         return open_finished(path)
     except FileNotFoundError as error:
         raise missing(path) from error
-
-
-def _check_arguments(dataset: Any, fn: Any, num_workers: Any, multiprocessing_context: Any) -> None:
-    require_h5py()
-    methods = (None, *multiprocessing.get_all_start_methods())
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or not len(dataset):
-        raise _unusable(f"dataset={type(dataset).__name__}", "it needs __len__ and __getitem__, and an item")
-    if not callable(fn):
-        raise _unusable(f"fn={fn!r}", "it is called with each sample")
-    if num_workers is not None and (type(num_workers) is not int or num_workers < 0):
-        raise _unusable(f"num_workers={num_workers!r}", "0 or more processes can compute")
-    if multiprocessing_context not in methods:
-        raise _unusable(f"multiprocessing_context={multiprocessing_context!r}", f"it is one of {methods}")
 
 
 def _unusable(what: str, limit: str) -> LoaderError:
@@ -249,8 +228,7 @@ def _compare(which: str, there: dict[str, str], here: dict[str, str]) -> None:
         if there.get(name) != here.get(name)
     ]
     if found:
-        more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        raise failure(f"{which} was made from something else: {'; '.join(found[:_NAMED])}{more}", rule="H620")
+        raise failure(f"{which} was made from something else: {'; '.join(found)}", rule="H620")
 
 
 def _prepare(draft: Draft, key: dict[str, str], *, rebuild: bool) -> None:
@@ -267,9 +245,8 @@ def _fill(
     draft: Draft, total: int, computed: Callable[[range], Generator[tuple[bytes, bytes]]], *, shown: bool
 ) -> None:
     """Add every item that is not there yet. The bar has no thread of its own: that is a danger to forked workers."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     quiet: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
-    bar = Progress(*columns, console=Console(stderr=True), disable=not shown, **quiet)
+    bar = Progress(console=Console(stderr=True), disable=not shown, **quiet)
     task, every = bar.add_task(draft.path.name, total=total), max(1, total // _DRAWN)
     with bar:
         for done in draft.resume():
