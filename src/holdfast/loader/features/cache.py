@@ -1,32 +1,42 @@
 """`FeatureCache`: features that are computed once, and then read from a file that verifies every item.
 
-How items are stored is in ``files`` and ``items``, who computes them in ``computing``. What the features are made
-from is stated by the caller, as a version and parameters: nothing here looks into the function.
+How items are stored is in ``files`` and ``items``. What the features are made from is stated by the caller, as a
+version and parameters: nothing here looks into the function.
+
+Each item has its own random numbers, from (seed, index), and one thread, so it is the same whatever the number of
+workers. Workers that are lost are replaced, as those of every `DataLoader`; only an item that ends or blocks its
+worker each time ends the build.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import operator
 import os
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch.utils.data import Dataset
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.features.computing import Computed, compute
+from holdfast.core.warned import ignoring
 from holdfast.loader.features.files import Contents, Draft, failure, missing, open_finished, read_item, require_h5py
-from holdfast.loader.features.items import decode
+from holdfast.loader.features.items import decode, digest_of, encode
+from holdfast.loader.loader import DataLoader
 from holdfast.loader.machine import cpu_quota
+from holdfast.loader.signalled import let_through
+from holdfast.loader.workers.fetch import as_is
 
 _NAMED = 5
 """Items that a message names; more are counted."""
+_PREFETCHED = 16
+"""Items for each worker that may be under way or wait for a slower one before them; it bounds the memory."""
 _DRAWN = 100
 """Times that the progress bar is drawn in a build, at most."""
 
@@ -97,8 +107,8 @@ class FeatureCache(Dataset[Any]):
 
         Raises:
             LoaderError: H620 if the file was made from something else, H621 if somebody else is building it, H622 if
-                it is damaged, H623 if an item cannot be computed, H624 if the disk refuses, H625 for an argument
-                that cannot be used.
+                it is damaged, H623 if an item cannot be computed, H624 if the disk refuses, H625 for a dataset,
+                version or parameters that cannot be used.
         """
         require_h5py()
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or not len(dataset):
@@ -113,10 +123,10 @@ class FeatureCache(Dataset[Any]):
                 if rebuild or not _is_finished(draft, key):  # as it may be by now, by who had the lock
                     _prepare(draft, key, rebuild=rebuild)
                     workers = max(1, int(cpu_quota())) if num_workers is None else num_workers
-                    computed = functools.partial(
-                        compute, Computed(dataset, fn), seed=seed, num_workers=workers, method=multiprocessing_context
+                    items, method = _Computed(dataset, fn), multiprocessing_context
+                    _fill(
+                        draft, len(dataset), lambda left: _compute(items, left, seed, workers, method), shown=progress
                     )
-                    _fill(draft, len(dataset), computed, shown=progress)
                     draft.finish(key)
             finally:
                 draft.release()
@@ -146,7 +156,7 @@ class FeatureCache(Dataset[Any]):
             except LoaderError:
                 bad.append(str(index))
         if bad:
-            named = ", ".join(bad[:_NAMED]) + (", ..." if len(bad) > _NAMED else "")
+            named = ", ".join(bad[:_NAMED])
             what = f"{len(bad)} of {len(self)} items do not match their digests (items {named})"
             raise failure(f"feature cache {self.path}: {what}", rule="H622")
 
@@ -255,3 +265,66 @@ def _fill(
             for data, digest in items:
                 draft.add(data, digest)
                 bar.update(task, completed=draft.length, refresh=draft.length % every == 0)
+
+
+class _Failure(NamedTuple):
+    what: str
+    traceback: str
+
+
+class _Computed(Dataset[Any]):
+    """The bytes of what `fn` returns for each item of a dataset, and their digest."""
+
+    def __init__(self, dataset: Any, fn: Callable[[Any], Any]) -> None:
+        self._dataset = dataset
+        self._fn = fn
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[bytes, bytes] | _Failure:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # sums are rounded differently by another number of threads
+        try:
+            data = encode(self._fn(self._dataset[index]))
+        except Exception as error:  # noqa: BLE001 - whatever a user's code raises; not all of it can be pickled
+            let_through(error)
+            line = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return _Failure(line, traceback.format_exc())
+        finally:
+            torch.set_num_threads(threads)
+        return data, digest_of(index, data)
+
+
+def _compute(
+    computed: _Computed, indices: range, seed: int, num_workers: int, method: str | None
+) -> Generator[tuple[bytes, bytes]]:
+    """Yield each of these items and its digest, in order. Close it to end the workers.
+
+    Raises:
+        LoaderError: H623, naming the item that cannot be computed; H625, if no worker can be started.
+    """
+    how: dict[str, Any] = {"batch_size": None, "collate_fn": as_is, "num_workers": num_workers}
+    if num_workers:
+        how |= {"multiprocessing_context": method, "prefetch_factor": _PREFETCHED}
+    with ignoring(UserWarning):  # of more workers than processors: the loader itself says so
+        loader = DataLoader(computed, sampler=indices, seed=seed, quarantine=0, rank=0, world_size=1, **how)
+    items: Any = iter(loader)
+    with contextlib.closing(items):
+        for index in indices:
+            try:
+                item = next(items)
+            except LoaderError as error:  # it names the item that its workers were lost to
+                raise failure(error.what, rule="H623") from error
+            except Exception as error:
+                raise LoaderError(
+                    f"a worker process cannot be started ({type(error).__name__}: {error})",
+                    limit='with "spawn" and "forkserver" the dataset and fn must be names of a module',
+                    fix='define them in a module, or pass multiprocessing_context="fork" or num_workers=0.',
+                    rule="H625",
+                ) from error
+            if isinstance(item, _Failure):
+                raised = failure(f"item {index} of the dataset raised {item.what}", rule="H623")
+                raised.add_note(item.traceback)
+                raise raised
+            yield item
