@@ -83,10 +83,7 @@ def encode(components: Mapping[str, Any]) -> Encoded:
         try:
             state[component] = encoder.encode(tree)
         except RecursionError as error:
-            limit, fix = (
-                "a checkpoint holds trees",
-                "let state_dict() return one where nothing contains itself.",
-            )
+            limit, fix = "a checkpoint holds trees", "let state_dict() return one where nothing contains itself."
             raise CheckpointError(f"{component} holds itself", limit=limit, fix=fix, rule="H310") from error
         tensors[component] = encoder.tensors
         for name, tensor in encoder.tensors.items():

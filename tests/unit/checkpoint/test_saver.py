@@ -1,4 +1,4 @@
-"""The saver: trees go through real files and come back; a save that fails changes nothing."""
+"""The saver: trees go through real files and come back; a save that fails changes nothing; no byte changes unseen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders: what is promised to checkpoints, the statistics of chance, and what cannot be an order."""
+"""Orders and seeds: what is promised to checkpoints, the statistics of chance, and what cannot be an order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an epoch fetches: which samples in which batch, what stands in for bad ones, and what a position counts."""
+"""What an epoch fetches: which samples, what a position counts, and samplers of the user taken as they are."""
 
 from __future__ import annotations
 

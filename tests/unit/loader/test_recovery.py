@@ -1,4 +1,4 @@
-"""Which remedy follows which loss: new workers, fewer, none, files instead of descriptors, or an honest end."""
+"""Which remedy follows which loss: new workers, fewer, none, files for descriptors, an honest end; and the queue."""
 
 from __future__ import annotations
 

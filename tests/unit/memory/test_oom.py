@@ -1,4 +1,4 @@
-"""Out-of-memory errors: recognised in every form and not in their look-alikes, and what they hold is freed."""
+"""Out of memory: recognised in every form and not in its look-alikes, what it holds is freed; oneDNN, host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where NaN and Inf come from: the ten cases of the research, decoys, and what the tracer leaves behind."""
+"""Where NaN and Inf come from: the ten cases of the research, decoys, and what the tracer sees and leaves behind."""
 
 from __future__ import annotations
 
