@@ -51,15 +51,6 @@ _SESSIONS = st.lists(st.integers(0, 25), min_size=1, max_size=4)
 
 
 @_SETTINGS
-@given(_SESSIONS, st.integers(1, 20))
-def test_a_ring_holds_the_newest_records(sessions: list[int], capacity: int) -> None:
-    """After any number of records in any number of sessions, the ring holds exactly the last ones, in order."""
-    with tempfile.TemporaryDirectory() as directory:
-        last = _write(Path(directory, "ring"), sessions, capacity)
-        assert _read(Path(directory, "ring")) == list(range(max(1, last - capacity + 1), last + 1))
-
-
-@_SETTINGS
 @given(_SESSIONS, st.integers(1, 20), st.integers(0, 24))
 def test_a_torn_slot_costs_one_record(sessions: list[int], capacity: int, slot: int) -> None:
     """Whichever slot was torn by a kill, all other records are read, and a next writer goes on above them."""
@@ -81,7 +72,7 @@ def test_a_torn_slot_costs_one_record(sessions: list[int], capacity: int, slot: 
 @_SETTINGS
 @given(_SESSIONS, st.integers(1, 20), st.integers(0, HEADER_BYTES + 20 * _SLOT_BYTES))
 def test_a_cut_file_gives_what_is_left(sessions: list[int], capacity: int, size_bytes: int) -> None:
-    """Cut at any byte, the file gives exactly the records whose slots are whole, in order."""
+    """Cut at any byte or not at all, the file gives the newest records whose slots are whole, in order."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "ring")
         last = _write(path, sessions, capacity)

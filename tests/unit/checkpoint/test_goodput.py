@@ -1,4 +1,4 @@
-"""The closed forms of goodput against a simulation that derives nothing, and failure rates as people write them."""
+"""Goodput: closed forms against a simulation that derives nothing, and the interval that follows from measured costs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 
 import pytest
 from benchmarks.goodput_simulation import simulate_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast.checkpoint.goodput import (
     effective_training_time_ratio,
@@ -14,6 +16,7 @@ from holdfast.checkpoint.goodput import (
     parse_failures,
     parse_seconds,
 )
+from holdfast.checkpoint.interval import START_STEPS, IntervalChooser, SaveInterval
 from holdfast.core.errors import PolicyError
 
 # Save and restart in seconds: a slow store, a fast one, one in memory.
@@ -122,3 +125,117 @@ def test_costs_that_cannot_be_are_said(arguments, stall, rule) -> None:
     with pytest.raises(PolicyError) as found:
         effective_training_time_ratio(*arguments, stall_seconds=stall)
     assert found.value.rule == rule
+
+
+_DAY = 86_400.0
+
+
+class _Steps:
+    """A clock that a chooser sees move by steps."""
+
+    def __init__(self, chooser: IntervalChooser) -> None:
+        self.chooser, self.now = chooser, 0.0
+        chooser.resumes(0.0)
+
+    def make(self, count: int, seconds: float, *, writing: bool = False) -> None:
+        for _ in range(count):
+            self.now += seconds
+            self.chooser.boundary(self.now, writing=writing)
+
+
+def _chooser(between_failures: float = _DAY, overhead: float = 0.01) -> IntervalChooser:
+    return IntervalChooser(mean_seconds_between_failures=between_failures, most_overhead=overhead)
+
+
+def _decided(
+    step: float, stall: float, write: float, *, between_failures: float = _DAY, overhead: float = 0.01
+) -> tuple[IntervalChooser, SaveInterval | None]:
+    chooser = _chooser(between_failures, overhead)
+    _Steps(chooser).make(20, step)
+    chooser.save_took(stall_seconds=stall, seconds=write)
+    return chooser, chooser.decide()
+
+
+def test_before_anything_is_known_the_start_is_safe() -> None:
+    """Without a measured step or save the interval is that of the Trainer, and nothing is decided."""
+    chooser = _chooser()
+    assert (chooser.steps, chooser.decide()) == (START_STEPS, None)
+    chooser.first_save_took(5.0)
+    assert chooser.decide() is None
+    untimed = _chooser()
+    _Steps(untimed).make(200, 0.1)
+    assert (untimed.steps, untimed.decide()) == (START_STEPS, None)
+
+
+def test_the_first_save_bounds_the_cost_until_one_was_measured() -> None:
+    """The synchronous save before the first step is taken for the cost, and forgotten as soon as there is another."""
+    chooser = _chooser()
+    chooser.first_save_took(5.0)
+    steps = _Steps(chooser)
+    steps.make(10, 0.1)
+    first = chooser.decide()
+    assert first is not None
+    assert first.seconds == pytest.approx(optimal_interval_seconds(5.0, _DAY, 0.0), rel=0.01)
+    chooser.save_took(stall_seconds=0.05, seconds=2.0)
+    second = chooser.decide()
+    assert second is not None
+    assert second.seconds == pytest.approx(optimal_interval_seconds(0.05, _DAY, 0.0), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("stall", "write", "between_failures", "binding"),
+    [
+        (0.1, 2.0, _DAY, "cost least"),  # sqrt(2 * 86400 * 0.1) = 131 s
+        (1.0, 2.0, 600.0, "at 0.01 of the time"),  # 36 s is less than 1 s / 0.01
+        (0.001, 90.0, 600.0, "as one write"),
+    ],
+)
+def test_each_bound_holds(stall: float, write: float, between_failures: float, binding: str) -> None:
+    """The optimum, the budget and the time of a write: the longest of the three is taken, and said."""
+    _, decision = _decided(0.5, stall, write, between_failures=between_failures)
+    assert decision is not None
+    assert binding in decision.reason
+    longest = max(optimal_interval_seconds(stall, between_failures, 0.0), stall / 0.01, write)
+    assert decision.steps == math.ceil(longest / 0.5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(1e-3, 100), st.floats(1e-3, 100), st.floats(0, 1000), st.floats(60, 1e8), st.floats(0.001, 0.5))
+def test_no_measurement_breaks_the_budget(
+    step: float, stall: float, longer: float, between_failures: float, overhead: float
+) -> None:
+    """Whatever was measured: saves take at most their share, and one ends before the next is due."""
+    chooser, decision = _decided(step, stall, stall + longer, between_failures=between_failures, overhead=overhead)
+    if decision is not None:
+        seconds = chooser.steps * step
+        assert stall <= overhead * seconds * (1 + 1e-9)
+        assert stall + longer <= seconds * (1 + 1e-9)
+
+
+def test_slower_steps_while_a_save_is_written_are_part_of_its_cost() -> None:
+    """Ten steps that took twice their time cost ten steps; one evaluation in between costs nothing."""
+    chooser = _chooser()
+    steps = _Steps(chooser)
+    steps.make(20, 0.1)
+    steps.make(9, 0.2, writing=True)
+    steps.make(1, 30.0, writing=True)
+    chooser.save_took(stall_seconds=0.01, seconds=2.0)
+    decision = chooser.decide()
+    assert decision is not None
+    assert decision.save_costs_seconds == pytest.approx(1.01)
+    assert decision.step_seconds == pytest.approx(0.1)
+
+
+def test_the_interval_follows_the_steps_but_not_their_noise() -> None:
+    """Steps that become four times as slow make it four times as short; a tenth changes nothing."""
+    chooser = _chooser()
+    steps = _Steps(chooser)
+    steps.make(20, 0.1)
+    chooser.save_took(stall_seconds=0.1, seconds=1.0)
+    assert chooser.decide() is not None
+    before = chooser.steps
+    steps.make(128, 0.11)
+    assert chooser.decide() is None
+    steps.make(128, 0.4)
+    assert chooser.decide() is not None
+    assert chooser.steps == pytest.approx(before / 4, rel=0.02)
