@@ -1,4 +1,4 @@
-"""Goodput: closed forms against a simulation that derives nothing, and the interval that follows from measured costs."""
+"""Goodput: closed forms against a simulation that derives nothing, and the interval that follows from measures."""
 
 from __future__ import annotations
 
