@@ -26,8 +26,6 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.images import keep_image
 from holdfast.guard.parts import gather_parts
-from holdfast.guard.phase import RunState
-from holdfast.guard.ranks import find_ranks
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
 from holdfast.guard.run.loop import Loop
@@ -40,7 +38,6 @@ from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
-from holdfast.memory.ladder import MemoryLadder
 
 
 class Guard:
@@ -102,30 +99,12 @@ class Guard:
         clock = clock or SystemClock()
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
-        self._ladder = MemoryLadder.of(self.policy)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
         self._stop = StopRequest()
         self._directory = RunDirectory(run_dir)
         self._record = RunRecord(self._directory.recorder, clock)
-        self._engine = StepEngine(
-            parts=self._parts,
-            policy=self.policy,
-            ladder=self._ladder,
-            ranks=find_ranks(),
-            record=self._record,
-            split=split,
-            state=RunState(),
-        )
-        self._session = Session(
-            directory=self._directory,
-            record=self._record,
-            parts=self._parts,
-            policy=self.policy,
-            clock=clock,
-            cursor=self._cursor,
-            ladder=self._ladder,
-            engine=self._engine,
-        )
+        self._engine = StepEngine(self._parts, self.policy, self._record, split)
+        self._session = Session(self._engine, self._directory, clock, self._cursor)
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
         self._boundaries = Loop(self._session, self._stop, self._recovery)

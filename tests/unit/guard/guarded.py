@@ -9,6 +9,13 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.core.clock import SystemClock
+from holdfast.core.policy import Policy
+from holdfast.guard.parts import gather_parts
+from holdfast.guard.record import RunRecord
+from holdfast.guard.splitting.split_safety import SplitSafety
+from holdfast.guard.state.buffers import BufferKeeper
+from holdfast.guard.step.passes import LossScale, Passes
 
 
 def guarded(run_dir: Any, model: Any, optimizer: Any = None, **settings: Any) -> holdfast.Guard:
@@ -43,12 +50,31 @@ def ask_for_too_much() -> None:
     torch.empty(2**50, dtype=torch.uint8)
 
 
+class Short:
+    """Runs out of memory at each call, so many times."""
+
+    def __init__(self, times: int = 0) -> None:
+        self.times = times
+
+    def __call__(self) -> None:
+        if self.times:
+            self.times -= 1
+            ask_for_too_much()
+
+
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
     """Return copies of weights, buffers and moments."""
     found = [value.clone() for value in model.state_dict().values()]
     for state in {} if optimizer is None else optimizer.state.values():
         found += [value.clone() for value in state.values() if isinstance(value, torch.Tensor)]
     return found
+
+
+def passes_of(model: nn.Module, run_dir: Any) -> Passes:
+    """Return what runs forward and backward in a step, alone."""
+    parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
+    safety = SplitSafety(parts, Policy(), BufferKeeper(parts.models), RunRecord(run_dir, SystemClock()))
+    return Passes(safety, LossScale("cpu", enabled=False), "cpu", "fp32")
 
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -20,10 +20,13 @@ from torch import nn
 import holdfast
 
 
-def make(width: int = 3) -> dict[str, Any]:
+def make(
+    *more: nn.Module, width: int = 3, dtype: Any = torch.float32, kind: Any = torch.optim.Adam, average: bool = False
+) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1)}
+    model = nn.Sequential(nn.Linear(width, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), *more).to(dtype)
+    state = {"state": {"ema": torch.optim.swa_utils.AveragedModel(model)}} if average else {}
+    return {"model": model, "optimizer": kind(model.parameters(), lr=0.1), **state}
 
 
 def assert_says(error: BaseException, rule: str, *words: str) -> None:
@@ -41,10 +44,6 @@ def refused(rule: str, *words: str) -> Iterator[None]:
     with pytest.raises(holdfast.HoldfastError) as caught:
         yield
     assert_says(caught.value, rule, *words)
-
-
-def mean(model: nn.Module) -> Any:
-    return square_of(model)
 
 
 BAD_LOSSES = {
@@ -87,34 +86,32 @@ def test_a_bad_loss_is_named_and_leaves_no_trace(tmp_path, case):
     assert "tensor(" not in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in parts["model"].state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_before)
-    assert guard.step(torch.randn(8, 3), mean(parts["model"])).attempts == 1
+    assert guard.step(torch.randn(8, 3), square_of(parts["model"])).attempts == 1
     assert guard.global_step == 1
 
 
-BAD_BATCHES = {
+def never(part: Any) -> Any:
+    pytest.fail("the loss function was called")
+
+
+BAD_CALLS: dict[str, tuple[Any, Any, str, list[str]]] = {
     "leaves disagree": (
-        {"x": torch.ones(8, 3), "y": torch.ones(7)},
-        "H204",
-        ["batch['x'] (8, 3)", "batch['y'] (7,)"],
+        {"x": torch.ones(8, 3), "y": torch.ones(7)}, never, "H204", ["batch['x'] (8, 3)", "batch['y'] (7,)"]
     ),
-    "no samples": (torch.ones(0, 3), "H205", ["0 samples"]),
-}
+    "no samples": (torch.ones(0, 3), never, "H205", ["0 samples"]),
+    "a loss for its function": (
+        torch.ones(8, 3), torch.zeros((), requires_grad=True), "H201", ["loss_fn is a Tensor", "lambda batch"]
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD_BATCHES)
-def test_a_bad_batch_is_named_at_the_first_step(tmp_path, case):
-    """A batch that cannot be what was meant is an error before the loss function is called."""
-    batch, rule, words = BAD_BATCHES[case]
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_bad_batch_or_function_is_named_at_the_first_step(tmp_path, case):
+    """What cannot be meant is an error before the loss function is called."""
+    batch, loss_fn, rule, words = BAD_CALLS[case]
     guard = holdfast.Guard(tmp_path, save_interval_steps=None, **make())
     with refused(rule, *words):
-        guard.step(batch, lambda part: pytest.fail("the loss function was called"))
-
-
-def test_a_loss_in_place_of_its_function_is_named(tmp_path):
-    """A tensor that was computed before the step is an error at once, and the step's function is shown."""
-    guard = holdfast.Guard(tmp_path, save_interval_steps=None, **make())
-    with refused("H201", "loss_fn is a Tensor", "lambda batch"):
-        guard.step(torch.ones(8, 3), torch.zeros((), requires_grad=True))
+        guard.step(batch, loss_fn)
     assert "split_refused" not in kinds_of(guard)
 
 
@@ -124,7 +121,7 @@ def test_a_step_of_an_unknown_optimizer_names_the_nearest(tmp_path):
     optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
     guard = holdfast.Guard(tmp_path, model=models, optimizer=optimizers)
     with refused("H104", "did you mean 'generator'?"):
-        guard.step(torch.ones(2, 2), mean(models["generator"]), optimizer="generatr")
+        guard.step(torch.ones(2, 2), square_of(models["generator"]), optimizer="generatr")
 
 
 def constructor_mistakes() -> dict[str, tuple[dict[str, Any], str, list[str]]]:
@@ -184,7 +181,7 @@ def trained(run_dir: Path, **how: Any) -> None:
     parts = make()
     with holdfast.Guard(run_dir, loader=[torch.randn(4, 3)] * 3, **how, **parts) as guard:
         for batch in guard.batches(max_epochs=1):
-            guard.step(batch, mean(parts["model"]))
+            guard.step(batch, square_of(parts["model"]))
 
 
 def content_of(directory: Path) -> dict[str, bytes]:
@@ -195,45 +192,21 @@ def content_of(directory: Path) -> dict[str, bytes]:
     }
 
 
-def wider() -> dict[str, Any]:
-    return make(width=5)
-
-
-def more_layers() -> dict[str, Any]:
-    model = nn.Sequential(*make()["model"], nn.Linear(1, 1))
-    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1)}
-
-
-def half_precision() -> dict[str, Any]:
-    model = make()["model"].to(torch.bfloat16)
-    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1)}
-
-
-def other_optimizer() -> dict[str, Any]:
-    model = make()["model"]
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-
-
-def more_state() -> dict[str, Any]:
-    parts = make()
-    return {**parts, "state": {"ema": torch.optim.swa_utils.AveragedModel(parts["model"])}}
-
-
 @pytest.mark.parametrize(
     ("other", "rule", "words"),
     [
-        (wider, "H304", ["'0.weight'", "(4, 3)", "(4, 5)"]),
-        (more_layers, "H304", ["'3.weight'", "only in the model"]),
-        (half_precision, "H304", ["'0.weight'", "torch.float32", "torch.bfloat16"]),
-        (other_optimizer, "H313", ["was a Adam and is a SGD"]),
-        (more_state, "H313", ["no state 'ema'"]),
+        ({"width": 5}, "H304", ["'0.weight'", "(4, 3)", "(4, 5)"]),
+        (nn.Linear(1, 1), "H304", ["'3.weight'", "only in the model"]),
+        ({"dtype": torch.bfloat16}, "H304", ["'0.weight'", "torch.float32", "torch.bfloat16"]),
+        ({"kind": torch.optim.SGD}, "H313", ["was a Adam and is a SGD"]),
+        ({"average": True}, "H313", ["no state 'ema'"]),
     ],
 )
 def test_the_run_directory_of_something_else_is_refused_and_not_damaged(tmp_path, other, rule, words):
     """Another model, type, optimizer or state is named, nothing is loaded, and the right one still resumes."""
     trained(tmp_path)
     before = content_of(tmp_path)
-    parts = other()
+    parts = make(**other) if isinstance(other, dict) else make(other)
     weights = [p.clone() for p in parts["model"].parameters()]
     with refused(rule, *words):
         holdfast.Guard(tmp_path, **parts)
@@ -271,30 +244,26 @@ def test_a_read_only_place_is_refused(tmp_path):
         holdfast.Guard(place / "run", **make())
 
 
-def test_state_that_needs_pickle_is_refused_before_the_first_step(tmp_path):
-    """An object that cannot be stored is named with its place, before a batch was trained."""
+class Odd:
+    def state_dict(self) -> dict[str, Any]:
+        return {"fine": 1, "deep": [{"bad": object()}]}
 
-    class Odd:
-        def state_dict(self) -> dict[str, Any]:
-            return {"fine": 1, "deep": [{"bad": object()}]}
-
-        def load_state_dict(self, state: Any) -> None: ...
-
-    guard = holdfast.Guard(tmp_path, loader=[torch.randn(4, 3)], state={"odd": Odd()}, **make())
-    with refused("H310", "state.odd['deep']['0']['bad'] is a builtins.object"):
-        for _ in guard.batches(max_epochs=1):
-            pytest.fail("a batch was given out")
+    def load_state_dict(self, state: Any) -> None: ...
 
 
-def test_weights_that_are_not_finite_at_the_start_are_refused(tmp_path):
-    """NaN in the weights before the first step is an error that names the tensor."""
+@pytest.mark.parametrize("what", ["pickle", "infinite"])
+def test_what_can_never_be_saved_is_refused_before_the_first_step(tmp_path, what):
+    """State that would need pickle, and weights that are not finite, are named before a batch is trained."""
     parts = make()
-    with torch.no_grad():
-        parts["model"][2].weight[0, 1] = torch.inf
-    guard = holdfast.Guard(tmp_path, loader=[torch.randn(4, 3)], **parts)
-    with refused("H502", "2.weight"):
-        for _ in guard.batches(max_epochs=1):
-            pytest.fail("a batch was given out")
+    if what == "infinite":
+        parts["model"][2].weight.data[0, 1] = torch.inf
+    state = {"odd": Odd()} if what == "pickle" else {}
+    guard = holdfast.Guard(tmp_path, loader=[torch.randn(4, 3)], **parts, **({"state": state} if state else {}))
+    said = (
+        ("H502", "2.weight") if what == "infinite" else ("H310", "state.odd['deep']['0']['bad'] is a builtins.object")
+    )
+    with refused(*said):
+        next(guard.batches(max_epochs=1))
 
 
 def test_a_loader_with_another_order_is_refused(tmp_path):
@@ -303,7 +272,7 @@ def test_a_loader_with_another_order_is_refused(tmp_path):
     parts = make()
     guard = holdfast.Guard(tmp_path, loader=holdfast.DataLoader(data, batch_size=4, seed=1), **parts)
     for batch in guard.batches(max_steps=2):
-        guard.step(batch, mean(parts["model"]))
+        guard.step(batch, square_of(parts["model"]))
     with refused("H604", "seed=2", "seed=1"):
         holdfast.Guard(tmp_path, loader=holdfast.DataLoader(data, batch_size=4, seed=2), **make())
 
@@ -312,12 +281,9 @@ def test_several_ranks_are_refused_for_now(tmp_path):
     """A process group of two ranks is an error, since ranks that skip by themselves would diverge (faked here)."""
     import torch.distributed as distributed
 
-    if not distributed.is_available():
-        pytest.skip("torch was built without distributed")
-    store = distributed.HashStore()
-    distributed.init_process_group("fake", rank=0, world_size=2, store=store) if hasattr(
-        distributed.Backend, "FAKE"
-    ) else pytest.skip("this torch has no fake process group")
+    if not distributed.is_available() or not hasattr(distributed.Backend, "FAKE"):
+        pytest.skip("this torch has no fake process group")
+    distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
     try:
         with refused("H108", "world_size=2"):
             holdfast.Guard(tmp_path, **make())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.own_process import in_own_process
 from tests.unit.guard.guarded import (
+    Short,
     ask_for_too_much,
     assert_same,
     events,
@@ -177,18 +178,15 @@ def test_a_retry_moves_batch_norm_once_and_starts_with_empty_gradients(tmp_path,
         model = small_model(nn.BatchNorm1d(8), nn.Dropout(0.5))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(7)
-        failures = int(fail)
+        short = Short(int(fail))
 
         def loss(x: torch.Tensor) -> torch.Tensor:
-            nonlocal failures
             hidden = model[0](x)
-            if failures and where == "backward":
-                failures -= 1
+            if short.times and where == "backward":
+                short.times -= 1
                 hidden = FailsInBackward.apply(hidden)  # the gradients of later layers are there already
             out = model[1:](hidden).square().mean()
-            if failures and where == "forward":
-                failures -= 1
-                ask_for_too_much()
+            short()
             return out
 
         guard = guarded(tmp_path / str(fail), model, optimizer)
@@ -307,15 +305,12 @@ def test_a_loss_function_that_changes_its_batch_cannot_spoil_a_retry(tmp_path):
     """A retry sees the batch as it was, although the loss function works in place."""
 
     def train(run_dir: Any, fail: bool) -> list[torch.Tensor]:
-        model, failures = small_model(), int(fail)
+        model, short = small_model(), Short(int(fail))
 
         def loss(batch: Any) -> torch.Tensor:
-            nonlocal failures
             batch["x"] -= 0.5
             batch["array"] *= 2
-            if failures:
-                failures -= 1
-                ask_for_too_much()
+            short()
             return model(batch["x"] + float(batch["array"][0])).square().mean()
 
         torch.manual_seed(9)
@@ -415,13 +410,9 @@ def test_a_first_batch_of_nan_proves_nothing(tmp_path):
 def test_a_rest_of_one_sample_is_not_given_to_batch_norm(tmp_path):
     """Where BatchNorm may be split, a rest of one sample joins the part before it."""
     model, sizes = small_model(nn.BatchNorm1d(8)), []
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(x))
-        return model(x).square().mean()
-
+    model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
     guard = guarded(tmp_path, model, allow_split_with=("batch_norm",), micro_batch_size=2)
-    guard.step(torch.randn(5, 6), loss)
+    guard.step(torch.randn(5, 6), square_of(model))
     assert sizes == [2, 3]
 
 
@@ -475,18 +466,14 @@ def test_why_nothing_is_recomputed_is_said_once(tmp_path, gains):
     """Layers with their ReLU keep nothing more than their neighbours do: an event, and the next remedy."""
     activation = nn.GELU if gains else nn.ReLU
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), activation()) for _ in range(3)), nn.Linear(6, 1))
-    guard, failures = guarded(tmp_path, model), 0
+    guard, short = guarded(tmp_path, model), Short()
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        nonlocal failures
         answer = model(x).square().mean()
-        if failures:
-            failures -= 1
-            ask_for_too_much()
+        short()
         return answer
 
-    for count in (0, 2, 3):
-        failures = count
+    for short.times in (0, 2, 3):
         guard.step(torch.randn(4096, 6), loss)
     tried = kinds_of(guard, "retry", "recompute_impossible", "recompute", "split")
     assert tried.count("recompute_impossible") == (0 if gains else 1)
@@ -498,18 +485,15 @@ def trained_with_less(run_dir: Path, make_loss: Any, *, fails_at: int | None, fa
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), *(Residual() for _ in range(3)), nn.Linear(6, 1))
     guard = guarded(run_dir, model, **policy)
-    step, failures = 0, 0
+    step, short = 0, Short()
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        nonlocal failures
         value = make_loss(model, x, step)
-        if failures:
-            failures -= 1
-            ask_for_too_much()
+        short()
         return value
 
     for step in range(4):
-        failures = failing if step == fails_at else 0
+        short.times = failing if step == fails_at else 0
         guard.step(torch.randn(256, 4, generator=torch.Generator().manual_seed(step)), loss)
     return tensors_of(model), guard
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.guard.guarded import ask_for_too_much, events, guarded, the_event
+from tests.unit.guard.guarded import Short, ask_for_too_much, events, guarded, the_event
 from torch import nn
 
 import holdfast
@@ -208,18 +208,15 @@ def test_what_the_loop_changes_between_steps_is_never_undone(tmp_path):
 
     def run(place: str, fails: bool) -> dict[str, Any]:
         torch.manual_seed(0)
-        model, average, failures = nn.Linear(3, 1), nn.Linear(3, 1), 0
+        model, average, short = nn.Linear(3, 1), nn.Linear(3, 1), Short()
         guard = guarded(tmp_path / place, model, state={"average": average})
 
         def loss(x: torch.Tensor) -> torch.Tensor:
-            nonlocal failures
-            if failures:
-                failures -= 1
-                ask_for_too_much()
+            short()
             return model(x).square().mean()
 
         for number in range(4):
-            failures = int(fails and number == 2)
+            short.times = int(fails and number == 2)
             guard.step(torch.randn(8, 3, generator=torch.Generator().manual_seed(number)), loss)
             for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
                 mine.data.lerp_(theirs.data, 0.3)
@@ -230,21 +227,19 @@ def test_what_the_loop_changes_between_steps_is_never_undone(tmp_path):
 
 def test_parameters_that_the_loss_function_freezes_are_no_change(tmp_path):
     """A loss function that switches requires_grad of another network leaves the promise of a retry as it is."""
-    models, failures = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 1)}, 0
+    models, short = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 1)}, Short()
     guard = guarded(tmp_path, models, torch.optim.SGD(models["a"].parameters(), lr=0.1))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        nonlocal failures
         models["b"].requires_grad_(False)
-        if len(x) == 8 and failures:
-            failures -= 1
-            ask_for_too_much()
+        if len(x) == 8:
+            short()
         found = models["b"](models["a"](x)).square().mean()
         models["b"].requires_grad_(guard.global_step == 0)
         return found
 
     for number in range(3):
-        failures = int(number == 1)
+        short.times = int(number == 1)
         guard.step(torch.randn(8, 3), loss)
     assert the_event(guard, "retry").data["promise"] == "bit-exact"
     assert not events(guard, "not_restored")

@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.guard.guarded import ask_for_too_much, guarded, the_event
+from tests.unit.guard.guarded import ask_for_too_much, guarded, passes_of, the_event
 from torch import nn
 
 import holdfast
-from holdfast.core.clock import SystemClock
-from holdfast.core.policy import Policy
-from holdfast.guard.parts import gather_parts
-from holdfast.guard.record import RunRecord
-from holdfast.guard.splitting.split_safety import SplitSafety
 from holdfast.guard.splitting.two_pass import TwoPass
-from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.guard.step.passes import LossScale, Passed, Passes
+from holdfast.guard.step.passes import Passed
 from holdfast.loader.splitting import micro_batches
 
 SIZES = (3, 4, 1, 4)  # of the parts of 12 samples
@@ -56,12 +50,9 @@ def run(
     model: nn.Module, run_dir: Path, loss: Any, batch: Any, inputs: Any = None, sizes: tuple[int, ...] = SIZES
 ) -> Passed:
     """Run forward and backward of a step in unequal parts, alone."""
-    policy = Policy()
-    parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
-    safety = SplitSafety(parts, policy, BufferKeeper(parts.models), RunRecord(run_dir, SystemClock()))
-    passes = Passes(safety, LossScale("cpu", enabled=False), "cpu", policy.precision)
     model.zero_grad()
-    return passes.parted(pieces(batch, sizes), 12, loss, list(model.parameters()), lambda: inputs, batch=batch)
+    every = list(model.parameters())
+    return passes_of(model, run_dir).parted(pieces(batch, sizes), 12, loss, every, lambda: inputs, batch=batch)
 
 
 def two_views() -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,14 +80,6 @@ def variance(model: Any) -> Callable[[Any, Any], torch.Tensor]:
     return lambda outputs, batch: F.relu(1 - (outputs[0].var(dim=0) + 1e-4).sqrt()).mean()
 
 
-def soft_dice(model: Any) -> Callable[[Any, Any], torch.Tensor]:
-    def loss(outputs: Any, batch: Any) -> torch.Tensor:
-        found, wanted = outputs[0].sigmoid(), (batch[1][:, :4] > 0).double()
-        return 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
-
-    return loss
-
-
 def hard_triplets(model: Any) -> Callable[[Any, Any], torch.Tensor]:
     def loss(outputs: Any, batch: Any) -> torch.Tensor:
         same = torch.arange(12) % 3 == torch.arange(12).unsqueeze(1) % 3
@@ -106,7 +89,7 @@ def hard_triplets(model: Any) -> Callable[[Any, Any], torch.Tensor]:
     return loss
 
 
-LOSSES = [contrast, variance, soft_dice, hard_triplets]  # and more in benchmarks/accumulation
+LOSSES = [contrast, variance, hard_triplets]  # and more in benchmarks/accumulation
 
 
 @pytest.mark.parametrize("make_loss", LOSSES, ids=lambda make: make.__name__)

@@ -20,12 +20,10 @@ from holdfast.checkpoint.store import Entry, Store
 from holdfast.core import run_events
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, RunDirectoryError
-from holdfast.core.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
-from holdfast.guard.parts import Parts
-from holdfast.guard.phase import Phase, RunState
-from holdfast.guard.record import End, RunRecord, described
+from holdfast.guard.phase import Phase
+from holdfast.guard.record import End, described
 from holdfast.guard.result import Counters, Statistics
 from holdfast.guard.saving.components import (
     changes_without_a_step,
@@ -44,7 +42,6 @@ from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
-from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording
 
@@ -54,27 +51,16 @@ _CHANGED = "the weights, buffers or moments were changed without a step, so they
 class Session:
     """Restores one run, and knows what its checkpoints hold."""
 
-    def __init__(
-        self,
-        *,
-        directory: RunDirectory,
-        record: RunRecord,
-        parts: Parts,
-        policy: Policy,
-        clock: Clock,
-        cursor: Cursor | None,
-        ladder: MemoryLadder,
-        engine: StepEngine,
-    ) -> None:
+    def __init__(self, engine: StepEngine, directory: RunDirectory, clock: Clock, cursor: Cursor | None) -> None:
+        self._engine = engine
         self._directory = directory
-        self.record = record
-        self.parts = parts
-        self.policy = policy
         self.clock = clock
         self.cursor = cursor
-        self.ladder = ladder
-        self._engine = engine
-        self.state: RunState = engine.state
+        self.record = record = engine.record
+        self.parts = parts = engine.parts
+        self.policy = policy = engine.policy
+        self.ladder = engine.ladder
+        self.state = engine.state
         self._store = Store(directory.checkpoints)
         self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
         self.saving = Saving(

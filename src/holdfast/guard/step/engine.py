@@ -30,7 +30,7 @@ from holdfast.core.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState
-from holdfast.guard.ranks import Ranks, Vote
+from holdfast.guard.ranks import Ranks, Vote, find_ranks
 from holdfast.guard.record import RunRecord
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Ruling
 from holdfast.guard.splitting.split_safety import LossFunction
@@ -55,32 +55,21 @@ _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0, 60.0
 class StepEngine:
     """Carries out steps on one set of parts."""
 
-    def __init__(
-        self,
-        *,
-        parts: Parts,
-        policy: Policy,
-        ladder: MemoryLadder,
-        ranks: Ranks,
-        record: RunRecord,
-        split: Split,
-        state: RunState,
-    ) -> None:
-        self._parts = parts
-        self._policy = policy
-        self._ladder = ladder
-        self._ranks = ranks
-        self._record = record
+    def __init__(self, parts: Parts, policy: Policy, record: RunRecord, split: Split) -> None:
+        self.parts, self.policy, self.record = parts, policy, record
+        self.ladder = MemoryLadder.of(policy)
+        self.state = RunState()
+        self._ranks: Ranks = find_ranks()
         self._split = split
         self._devices = parts.devices()
-        self.state = state
         self.diagnosis = Diagnosis(parts, policy, record)
         observing = self.diagnosis.attempt if policy.diagnose else contextlib.nullcontext
         self.attempts = Attempts(parts, policy, record, observing)
         self._safety = self.attempts.safety
         self.buffers = self.attempts.buffers
         self.loss_scale = self.attempts.loss_scale
-        self._cuda = [device for device in self._devices if device.type == "cuda"]
+        forecast = policy.forecast_peak_bytes  # what the peak of these devices is compared with
+        self._cuda = [device for device in self._devices if device.type == "cuda" and forecast is not None]
         self._model_order = _ModelOrder(parts)
         self._replay = Replay(parts, self.attempts)
         self._step_id = 0
@@ -174,19 +163,19 @@ class StepEngine:
     def skip(self, work: Work, attempt: Attempt) -> Outcome:
         """Take a step back that is not finite, and find out where that came from."""
         mine = {id(p) for p in work.parameters}
-        named = ((name, p) for name, p in self._parts.named_parameters() if id(p) in mine)
+        named = ((name, p) for name, p in self.parts.named_parameters() if id(p) in mine)
         culprits, count = nonfinite_gradients(named)
         self.loss_scale.update()
         self.take_back(work)
         scale = self.loss_scale.value() if math.isfinite(attempt.facts.loss) else None
         outcome = self._outcome(work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale)
-        if not self._policy.provenance or (scale is not None and scale >= 1.0):
+        if not self.policy.provenance or (scale is not None and scale >= 1.0):
             return outcome  # fp16 finds its scale by trying: nothing is wrong
-        return replace(outcome, provenance=self._replay.find(work, self._ladder.plan))
+        return replace(outcome, provenance=self._replay.find(work, self.ladder.plan))
 
     def without_bad_samples(self, work: Work, outcome: Outcome) -> Any | None:
         """Return the batch of a skipped step without the samples that NaN came from, if that is known and wanted."""
-        return self._replay.without_samples(work, outcome.provenance) if self._policy.drop_nonfinite_samples else None
+        return self._replay.without_samples(work, outcome.provenance) if self.policy.drop_nonfinite_samples else None
 
     def commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
         """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`."""
@@ -199,8 +188,7 @@ class StepEngine:
         self.state.commit()
         try:
             self._step_optimizers(work.names, outcome)
-            if self._is_to_be_compared():
-                self._compare_with_forecast()
+            self._compare_with_forecast()
             self.loss_scale.update()
         except RuntimeError as error:
             if is_sticky(error):
@@ -227,19 +215,19 @@ class StepEngine:
     # --- attempts ---------------------------------------------------------------------------------------------
 
     def _attempt_until_it_fits(self, work: Work) -> Attempt:
-        splits = work.size is not None and self._ladder.plan.samples(work.size) < work.size
+        splits = work.size is not None and self.ladder.plan.samples(work.size) < work.size
         tried_here, may_split = self._safety.check(work, splits_now=splits)
         if tried_here:
             self.attempts.restore(work)
         if splits and not may_split:
-            self._ladder.without_split()
+            self.ladder.without_split()
         while True:
             work.attempts += 1
             try:
                 return self._make(work)
             except Exception as error:
                 found = find_out_of_memory(error)
-                mismatch = bool(self._ladder.plan.recompute) and may_come_of_recomputing(error)
+                mismatch = bool(self.ladder.plan.recompute) and may_come_of_recomputing(error)
                 unmeasurable = not mismatch and self.attempts.may_come_of_measuring(work, error)
                 if found is None and not mismatch and not unmeasurable:
                     raise
@@ -255,43 +243,42 @@ class StepEngine:
                 self.attempts.give_up_measuring(failure)
                 continue
             if found is None:
-                self.attempts.give_up_recomputing(self._ladder.plan, failure)
-                self._ladder.without_recompute()
+                self.attempts.give_up_recomputing(self.ladder.plan, failure)
+                self.ladder.without_recompute()
                 del failure
                 release_memory(self._devices)  # its frames are in cycles
                 continue
             del failure
-            if self._parts.device_type() == "cpu":
+            if self.parts.device_type() == "cpu":
                 self.spare_memory()
             release_memory(self._devices)
             if is_onednn_failure(found) and switch_off_if_broken():
-                self._record.emit(run_events.OnednnSwitchedOff())
+                self.record.emit(run_events.OnednnSwitchedOff())
                 continue  # the same attempt with torch's own kernels: it was not the batch that did not fit
             work.out_of_memory += 1
             self._decide(work, found)
 
     def _make(self, work: Work) -> Attempt:
-        if self._is_to_be_compared():
+        if self._step_id == _COMPARED_STEP:
             for device in self._cuda:
                 torch.cuda.reset_peak_memory_stats(device)
-        return self.attempts.make(work, self._ladder.plan)
-
-    def _is_to_be_compared(self) -> bool:
-        return self._policy.forecast_peak_bytes is not None and self._step_id == _COMPARED_STEP
+        return self.attempts.make(work, self.ladder.plan)
 
     def _compare_with_forecast(self) -> None:
         """Record how far the forecast was off, once."""
+        forecast = self.policy.forecast_peak_bytes
+        if forecast is None or self._step_id != _COMPARED_STEP:
+            return
         peak = max((torch.cuda.max_memory_allocated(device) for device in self._cuda), default=0)
-        forecast = self._policy.forecast_peak_bytes
-        if peak and forecast is not None:
+        if peak:
             off = round(forecast / peak - 1, 4)
-            self._record.emit(run_events.ForecastCompared(forecast_bytes=forecast, peak_bytes=peak, off_by=off))
+            self.record.emit(run_events.ForecastCompared(forecast_bytes=forecast, peak_bytes=peak, off_by=off))
 
     def _decide(self, work: Work, found: str) -> None:
         """Ask the ladder what to do about a lack of memory, and record it; raise H401 if nothing is left."""
-        plan = self._ladder.plan
+        plan = self.ladder.plan
         size = work.size or 1
-        self._record.emit(
+        self.record.emit(
             run_events.OutOfMemory(
                 error=found,
                 attempt=work.attempts,
@@ -302,12 +289,12 @@ class StepEngine:
         remedies = self._remedies(work)
         if self._reports_no_gain and work.prepared and work.out_of_memory > 1 and not remedies.recompute:
             self._reports_no_gain = False
-            self._record.emit(
+            self.record.emit(
                 run_events.RecomputeImpossible(why=COMPILED if self.attempts.compiled else NOTHING_SAVES)
             )
-        decision = self._ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, remedies=remedies)
+        decision = self.ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, remedies=remedies)
         decision = self.attempts.as_promised(decision, work)
-        self._record.emit(replace(decision, rule="H401") if isinstance(decision, Stop) else decision)
+        self.record.emit(replace(decision, rule="H401") if isinstance(decision, Stop) else decision)
         if isinstance(decision, Stop):
             what = "the batch" if work.size is None else f"a batch of {size} samples"
             raise OutOfMemoryError(
@@ -318,16 +305,16 @@ class StepEngine:
                 rule="H401",
             )
         makes_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(work.names)
-        if makes_kernels and self._parts.device_type() == "cpu" and switch_off_if_unsafe(self._parts.models.values()):
-            self._record.emit(run_events.OnednnSwitchedOff())
+        if makes_kernels and self.parts.device_type() == "cpu" and switch_off_if_unsafe(self.parts.models.values()):
+            self.record.emit(run_events.OnednnSwitchedOff())
 
     def _remedies(self, work: Work) -> Remedies:
         if not work.prepared:
             return Remedies(no_split="the state of the optimizer does not fit, whatever the micro-batch")
-        if work.out_of_memory == 1 and not self._ladder.on_trial:
+        if work.out_of_memory == 1 and not self.ladder.on_trial:
             return Remedies()  # the first remedy changes nothing, so nothing has to be found out
-        exact = self._parts.device_type() == "cpu"  # kernels of accelerators may add in another order each time
-        modules = self.attempts.modules_to_recompute(self._ladder.plan)
+        exact = self.parts.device_type() == "cpu"  # kernels of accelerators may add in another order each time
+        modules = self.attempts.modules_to_recompute(self.ladder.plan)
         remedies = self._safety.remedies(work)
         self.attempts.restore(work)
         promise: Promise = "bit-exact" if exact else "equal up to rounding"
@@ -345,18 +332,18 @@ class StepEngine:
         )
 
     def _clip(self, groups: Sequence[Group], norms: torch.Tensor, tighter: float | None = None) -> None:
-        if self._policy.adaptive_clip_factor is not None:
-            norms = clip_adaptively(groups, norms, self._policy.adaptive_clip_factor)
-        usual, order = self._policy.max_grad_norm, self._model_order.of(groups, norms.device)
+        if self.policy.adaptive_clip_factor is not None:
+            norms = clip_adaptively(groups, norms, self.policy.adaptive_clip_factor)
+        usual, order = self.policy.max_grad_norm, self._model_order.of(groups, norms.device)
         if tighter is not None and (usual is None or tighter < usual):
             clip(groups, norms, tighter, "global", order)
         elif usual is not None:
-            clip(groups, norms, usual, self._policy.clip_by, order)
+            clip(groups, norms, usual, self.policy.clip_by, order)
 
     def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:
         for name in names:
             try:
-                self._parts.optimizers[name].step()
+                self.parts.optimizers[name].step()
                 self.attempts.drop_unused_state(name)
                 continue
             except Exception as error:
@@ -384,7 +371,7 @@ class StepEngine:
         share = _SHARE * (clock.monotonic_seconds() - since)
 
         def in_precision(part: Any) -> Any:
-            with autocast(self._parts.device_type(), self._policy.precision):
+            with autocast(self.parts.device_type(), self.policy.precision):
                 return loss_fn(part)
 
         def clip_as_the_run() -> None:
@@ -398,8 +385,8 @@ class StepEngine:
             found = probe(
                 batch,
                 in_precision,
-                self._parts.models,
-                {name: self._parts.optimizers[name] for name in names},
+                self.parts.models,
+                {name: self.parts.optimizers[name] for name in names},
                 size=self._safety.size_of(batch, split),
                 split=split,
                 budget_seconds=min(max(_LEAST_SECONDS, share), _MOST_SECONDS),
