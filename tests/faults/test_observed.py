@@ -107,7 +107,7 @@ def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
     imported, exiting = ended.events()
     ((_, info),) = ended.processes()
     assert imported.data == {"version": info.torch}
-    assert exiting.data == {"how": "returned", "status": None}
+    assert exiting.data == {"how": "returned", "status": None, "said": None}
 
 
 @pytest.mark.slow

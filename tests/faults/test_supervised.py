@@ -414,8 +414,8 @@ def test_after_a_real_sigkill_the_command_is_started_again(supervise):
     assert [event["status"] for event in run.events("attempt_ended")] == [-9, 0]
     assert [event["steps"] for event in run.events("attempt_ended")] == [15, 40]
     verdicts = run.events("verdict")
-    assert verdicts[0]["restart"] == "retry"
-    assert verdicts[1]["family"] == "ended well"
+    assert verdicts[0]["verdict"]["restart"] == "retry"
+    assert verdicts[1]["verdict"]["family"] == "ended well"
     assert run.log().count("--- holdfast: attempt 1 ---") == 1
 
 
@@ -541,7 +541,7 @@ def test_a_hang_is_ended_and_started_again(supervise):
     assert out.count("step 14 ") == 2
     assert run.events("attempt_ended")[0]["signal_sent_by_us"] == signal.SIGTERM
     assert run.events("hang")
-    assert run.events("verdict")[0]["family"] == "hang"
+    assert run.events("verdict")[0]["verdict"]["family"] == "hang"
 
 
 def start_training(supervise: Callable[..., Run], tmp_path: Path, **request: Any) -> tuple[Run, dict[str, Any]]:

@@ -167,7 +167,8 @@ class Seen:
         self._samples = SampleRing(self.ring)
         self.roles: list[str] = []
         self.failures: list[BaseException] = []
-        self.events: list[str] = []
+        self.events: list[Any] = []
+        self.emit = self.events.append
 
     def samples(self) -> SampleRing:
         return self._samples
@@ -177,9 +178,6 @@ class Seen:
 
     def failed(self, error: BaseException) -> None:
         self.failures.append(error)
-
-    def emit(self, kind: str, **facts: Any) -> None:
-        self.events.append(kind)
 
 
 class Optimizer:
