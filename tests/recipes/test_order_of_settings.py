@@ -122,9 +122,10 @@ def test_two_names_of_one_field_at_the_same_place_are_refused(capsys):
 
 
 def test_clip_grad_norm_on_the_command_line_is_an_argument(monkeypatch):
-    """It wins over a variable, which wins over the same name in a file."""
+    """It wins over a variable, which wins over the same name in a file; below 0 it turns clipping off."""
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
-    assert read_options(options_of("asr"), ["--clip-grad-norm", "7"])[1].max_grad_norm == 7.0
+    for value, expected in (("7", 7.0), ("-1", None)):
+        assert read_options(options_of("asr"), ["--clip-grad-norm", value])[1].max_grad_norm == expected
 
 
 def test_a_fault_sets_what_nobody_has_set(monkeypatch):

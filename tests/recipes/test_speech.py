@@ -137,6 +137,7 @@ def test_recomputed_blocks_change_no_bit(recipe, tmp_path):
         ("separation", "--sample-rate", 10**9, "at most 384000"),
         ("separation", "--batch-size", 13, "pass 12 or less"),
         ("separation", "--quarantine", -1, "H607"),
+        ("separation", "--clip-grad-norm", 0, "clip-grad-norm"),
     ],
 )
 def test_sizes_that_make_no_model_are_refused_before_there_is_a_run(name, option, value, said, tmp_path, capsys):
