@@ -280,13 +280,6 @@ def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path):
         open_sinks(["jsonl=/none/x/y"], tmp_path)
 
 
-def test_a_file_in_the_run_directory_makes_it(tmp_path):
-    """Sinks are opened before `holdfast run` makes its directory, in which their files may lie."""
-    (sink,) = open_sinks([f"jsonl={tmp_path / 'run' / 'm.jsonl'}"], tmp_path / "run")
-    sink.close()
-    assert (tmp_path / "run" / "m.jsonl").exists()
-
-
 def test_a_port_that_is_taken_is_refused(tmp_path):
     """The error comes at the start and names the target."""
     pytest.importorskip("prometheus_client")
