@@ -63,9 +63,6 @@ def test_a_look_for_a_module_is_no_import(watch: ImportWatch) -> None:
     assert len(seen) == 1
 
 
-# --- exceptions ---------------------------------------------------------------------------------------------------
-
-
 # --- values -------------------------------------------------------------------------------------------------------
 
 
@@ -435,15 +432,11 @@ def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None
         ("python -m accelerate.commands.launch train.py", True),
         ("python /bin/accelerate launch train.py", True),
         ("python train.py torchrun", False),
-        ("python -W ignore -m torch.distributed.run train.py", True),
         ("python -X dev /bin/torchrun train.py", True),
         ("python3.12 -mtorch.distributed.run train.py", True),
         ("accelerate-launch train.py", True),
-        ("uv run torchrun train.py", True),
         ("accelerate config", False),
         ("python -c torchrun", False),
-        ("python -m train torchrun", False),
-        ("python", False),
         ("python -m", False),
     ],
 )
