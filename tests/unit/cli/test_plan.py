@@ -86,13 +86,6 @@ def test_a_lengths_file_may_begin_with_a_byte_order_mark(tmp_path):
     assert read_lengths(tmp_path / "lengths.txt") == [12, 7]
 
 
-def test_a_lengths_file_that_is_missing_is_an_error_of_the_system(tmp_path):
-    """Its path is said."""
-    result = call("--device", "T4", "--lengths", tmp_path / "none.txt")
-    assert result.exit_code == 2
-    assert "none.txt" in result.output
-
-
 def test_the_table_tells_each_plan_and_what_to_take(capsys):
     """Every row is in the table; the recommended plan is given as a policy, and what was assumed with its lines."""
     forecast = make_plans(small_device(400))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.process_events import Hang
-from holdfast.recorder.progress import BOARD_BYTES, Phase, ProgressBoard
-from holdfast.recorder.run_files import BOARD_FILE, PROCESS_FILE, PROCESSES_FOLDER, ProcessInfo, write_process
+from holdfast.recorder.progress import Phase, ProgressBoard
+from holdfast.recorder.run_files import BOARD_FILE, ProcessInfo, write_process
 from holdfast.supervise.process_tree import read_process
 from holdfast.supervise.watch.limits import HangLimits
 from holdfast.supervise.watch.stacks import Stacks
@@ -251,21 +251,6 @@ def test_processes_of_other_attempts_and_of_other_people_are_passed_over(scene: 
     scene.look(5 * LIMIT)
     assert scene.hangs == []
     assert not list((scene.run / "stacks").glob("*"))
-
-
-def test_damaged_files_are_passed_over(scene: Scene) -> None:
-    """Junk, cut files, a newer version, a folder that cannot be one: the healthy process is judged all the same."""
-    folder = scene.run / PROCESSES_FOLDER
-    for name, data in {"1-1": b"", "2-2": b"[]", "3-3": b'{"pid": "x"}', "4-4": b"\xff" * 9}.items():
-        (folder / name).mkdir(parents=True)
-        (folder / name / PROCESS_FILE).write_bytes(data)
-    (folder / "failed-12.txt").write_text("Traceback")
-    torn, newer, pid = scene.start(), scene.start(), scene.start()
-    boards = {each: next(folder.glob(f"{each}-*")) / BOARD_FILE for each in (torn, newer)}
-    boards[torn].write_bytes(b"HOLDPROG")
-    boards[newer].write_bytes(b"HOLDPROG" + b"\xff" * (BOARD_BYTES - 8))
-    scene.look(LIMIT + 1)
-    assert [hang.pid for hang in scene.hangs] == [pid]
 
 
 def test_the_thread_goes_on_after_a_failure_and_ends_when_it_is_told(scene: Scene) -> None:
