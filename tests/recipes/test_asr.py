@@ -152,16 +152,6 @@ def test_augmentation_follows_from_the_seed_of_a_sample(corpus):
     assert torch.equal(found[0][1], found[2][1])
 
 
-def test_an_error_of_the_training_ends_with_its_message(corpus, tmp_path, capsys):
-    """What holdfast raises while it trains is told with where to read on, and code 1, not as a traceback."""
-    with pytest.raises(SystemExit) as ended:
-        run(tmp_path / "run", "--data", corpus, "--held-out", corpus, "--blocks", 0, "--learning-rate", 1e30)
-    assert ended.value.code == 1
-    told = capsys.readouterr().err
-    assert "[H501]" in told
-    assert f"holdfast explain {tmp_path / 'run'}" in told
-
-
 @pytest.mark.parametrize("spoilt", ["--data", "--held-out"])
 @pytest.mark.parametrize(
     ("rate", "code", "said"),

@@ -126,6 +126,8 @@ def test_clip_grad_norm_on_the_command_line_is_an_argument(monkeypatch):
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
     for value, expected in (("7", 7.0), ("-1", None)):
         assert read_options(options_of("asr"), ["--clip-grad-norm", value])[1].max_grad_norm == expected
+    with pytest.raises(SystemExit):
+        read_options(options_of("asr"), ["--clip-grad-norm", "0"])
 
 
 def test_a_fault_sets_what_nobody_has_set(monkeypatch):
