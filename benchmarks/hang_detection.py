@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.hang_cases import MECHANISMS, PHASES, RANKS, marked_lines, names
 from benchmarks.results_file import Result, read_options
-from holdfast.explain.hangs.blame import Hang
+from holdfast.core.events import EventData
+from holdfast.core.process_events import Hang, HangSuspected
 from holdfast.supervise.observe.environment import observing
 from holdfast.supervise.watch.limits import HangLimits
 from holdfast.supervise.watch.stacks import Stacks
@@ -97,14 +97,14 @@ def running(case: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def watch(case: str, folder: Path, py_spy: str | None) -> tuple[list[Hang], list[tuple[float, str, dict[str, Any]]]]:
+def watch(case: str, folder: Path, py_spy: str | None) -> tuple[list[Hang], list[tuple[float, EventData]]]:
     """Run a case under the watchdog, and return the first hang that it reported, with all events."""
     (folder / "run").mkdir()
     stop, hangs = threading.Event(), []
-    events: list[tuple[float, str, dict[str, Any]]] = []
+    events: list[tuple[float, EventData]] = []
 
-    def emit(kind: str, /, **facts: Any) -> None:
-        events.append((time.monotonic(), kind, facts))
+    def emit(data: EventData) -> None:
+        events.append((time.monotonic(), data))
 
     def on_hang(hang: Hang) -> None:
         hangs.append(hang)
@@ -136,11 +136,12 @@ def row_of(case: str, py_spy: str | None = None) -> Row:
         hangs, events = watch(case, Path(folder), py_spy)
         if not hangs:
             errors = (Path(folder) / "stderr.txt").read_text(errors="replace")[-300:]
-            return Row(case=case, found=False, words=f"{[kind for _, kind, _ in events]} {errors}")
+            return Row(case=case, found=False, words=f"{[data.kind for _, data in events]} {errors}")
         struck = [float(path.read_text()) for path in Path(folder).glob("struck-*")]
     hang = hangs[0]
     kind, phase, function = expected(case)
-    noticed = [(at, facts) for at, name, facts in events if name == "hang_suspected"][-1]
+    noticed_at, noticed = [(at, data) for at, data in events if type(data) is HangSuspected][-1]
+    over_limit = noticed.seconds - noticed.limit
     file_line, _, blamed_function = hang.frame.rpartition(" in ")
     file, _, line = file_line.rpartition(":")
     lines = marked_lines().get(function)
@@ -149,14 +150,15 @@ def row_of(case: str, py_spy: str | None = None) -> Row:
         and file.endswith("hang_cases.py")
         and (lines is None or int(line) in lines)
     )
-    reported_at = next(at for at, name, _ in events if name == "hang")
+    reported_at = next(at for at, data in events if type(data) is Hang)
+    frame = hang.frame.rpartition("/")[2]
     has_moment = struck and not case.endswith(("/start", "/ending"))
     return Row(
-        case=case, found=True, late_seconds=noticed[1]["seconds"] - noticed[1]["limit"],
-        since_strike_seconds=noticed[0] - min(struck) - noticed[1]["limit"] if has_moment else None,
-        examined_seconds=reported_at - noticed[0], kind_right=hang.kind == kind,
+        case=case, found=True, late_seconds=over_limit,
+        since_strike_seconds=noticed_at - min(struck) - noticed.limit if has_moment else None,
+        examined_seconds=reported_at - noticed_at, kind_right=hang.hang_kind == kind,
         phase_right=phase in (None, hang.phase), frame_right=right_place, remedy=hang.remedy,
-        words=f"{hang.kind}, {hang.phase}, {hang.frame.rpartition('/')[2]}, odd {hang.odd_one_out}, {hang.sentence}",
+        words=f"{hang.hang_kind}, {hang.phase}, {frame}, odd {hang.odd_one_out}, {hang.sentence}",
     )  # fmt: skip
 
 

@@ -159,9 +159,11 @@ def test_the_commands_and_their_flags() -> None:
 
 
 def test_importing_holdfast_loads_no_torch() -> None:
-    """`import holdfast`, a Policy and the commands that need no training start without torch."""
+    """A Policy with a preset needs no yaml either; the commands, rules and pages start without torch."""
     code = (
-        "import sys, holdfast; holdfast.Policy(); from holdfast.cli.main import make_app; make_app(); "
+        "import sys, holdfast; holdfast.Policy.preset('tts'); assert 'yaml' not in sys.modules; "
+        "from holdfast.cli.main import make_app; make_app(); from holdfast.report import memory_page; "
+        "from holdfast.cli import plan, simulate, quarantine; "
         "from holdfast.recorder import reader; from holdfast.explain import rules; rules.all_rules(); "
         "sys.exit('torch' in sys.modules)"
     )

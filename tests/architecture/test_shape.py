@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
+import re
 import statistics
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,3 +104,31 @@ def test_no_test_asserts_a_wall_clock_time() -> None:
         if isinstance(node, ast.Attribute) and node.attr in clocks and path.name != "test_clock.py"
     ]
     assert not found
+
+
+def missing(text: str, files: str) -> Iterator[str]:
+    """Yield the files and the parts of our modules that a comment names and that are not there."""
+    not_ours = {"derivatives.yaml", "lr_scheduler.py", "torch/nn/functional.py"}
+    a_users = {"model.py", "file.py", "path/to/file.py", "policy.yaml", "CKPT.yaml"}
+    for name in set(re.findall(r"(?<![\w./])(?:\w+/)*\w+\.(?:py|yaml|md|toml)\b", text)) - not_ours - a_users:
+        if f"/{name}\n" not in files:
+            yield name
+    for package, part in re.findall(r"``(\w+)\.(?!json|md|yaml)(\w+)[\w.]*``", text):
+        is_there = f"/{package}/{part}/" in files or f"/{package}/{part}.py\n" in files
+        if f"/holdfast/{package}/__init__.py\n" in files and package != "guard" and not is_there:
+            yield f"{package}.{part}"  # `guard` is as a rule a user's variable
+
+
+def test_comments_cite_only_what_is_there() -> None:
+    """A file or module that a comment or docstring of the package names exists."""
+    files = "".join(
+        f"/{path.relative_to(ROOT)}\n" for top in ("src", "docs", "benchmarks") for path in (ROOT / top).rglob("*")
+    )
+    wrong: list[str] = []
+    for path in SOURCE:
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.COMMENT or token.string.startswith(('"""', 'r"""')):
+                wrong += [
+                    f"{path.relative_to(ROOT)}:{token.start[0]}: {each}" for each in missing(token.string, files)
+                ]
+    assert not wrong

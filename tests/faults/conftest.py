@@ -21,18 +21,21 @@ _TIMEOUT_SECONDS = 120.0
 
 
 class Life:
-    """One process of the training program.
+    """One process of a training program.
 
     Args:
         trace: Where it writes.
         request: What it is asked for.
         command: What comes before the interpreter, such as a command that mounts a disk; None: it is forked from a
             process that is prepared.
+        name: Of the program.
     """
 
-    def __init__(self, trace: Path, request: dict[str, Any], command: list[str] | None) -> None:
+    def __init__(
+        self, trace: Path, request: dict[str, Any], command: list[str] | None, name: str = "train.py"
+    ) -> None:
         self.trace = trace
-        program = [str(PROGRAMS / "train.py"), json.dumps({"trace": str(trace), **request})]
+        program = [str(PROGRAMS / name), json.dumps({"trace": str(trace), **request})]
         given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
         if command is None:
             self.process: subprocess.Popen[str] = Prepared(program, **given, text=True)
@@ -81,9 +84,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Life]]:
     lives: list[Life] = []
     numbers = itertools.count()
 
-    def start_one(*, command: list[str] | None = None, **request: Any) -> Life:
+    def start_one(*, command: list[str] | None = None, program: str = "train.py", **request: Any) -> Life:
         full = {**request, "run_dir": str(tmp_path / request.get("run_dir", "run"))}
-        life = Life(tmp_path / f"trace{next(numbers)}.jsonl", full, command)
+        life = Life(tmp_path / f"trace{next(numbers)}.jsonl", full, command, program)
         lives.append(life)
         return life
 

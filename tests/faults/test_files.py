@@ -10,24 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from tests.faults.small_run import same, train
 
 import holdfast
 from holdfast.chaos.small_disk import command_with_small_disk
 from holdfast.testing import flip_random_bit
-
-
-def train(run_dir: Path, steps: int) -> tuple[holdfast.Guard, torch.nn.Module]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
-    optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    data = holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4, shuffle=True)
-    guard = holdfast.Guard(
-        run_dir, model=model, optimizer=optimizer, loader=data, save_interval_steps=2, async_save=False
-    )
-    for batch in guard.batches(max_steps=steps):
-        guard.step(batch, lambda x: model(x).square().mean())
-    return guard, model
 
 
 @pytest.mark.slow
@@ -46,8 +33,7 @@ def test_no_flipped_bit_is_ever_loaded(tmp_path):
         assert found.data["checkpoint"] == newest.name, (file, bit)
         assert guard.resumed_from is not None
         assert guard.resumed_from.name.endswith("step00000004")
-        same = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
-        assert all(torch.equal(a, b) for a, b in same)
+        assert same(model, expected)
         shutil.rmtree(run_dir)
 
 

@@ -25,7 +25,6 @@ from benchmarks.loader_cases import KINDS, Samples, children, fork_lock, why_not
 from benchmarks.loader_runs import digest, run_case
 from tests.prepared import Prepared, run_prepared
 
-from holdfast import Guard
 from holdfast.core.errors import LoaderError
 from holdfast.core.events import EventData
 from holdfast.loader.loader import DataLoader
@@ -618,30 +617,6 @@ def test_resume_with_another_number_of_ranks(world_size: int) -> None:
         assert len(found) - _LENGTH < new_world_size, "only a last step that is short gives ranks samples twice"
 
 
-# --- under a guard ----------------------------------------------------------------------------------------------
-
-
-def _train(run_dir: Path, samples: Samples) -> tuple[str, list[str]]:
-    """Train two epochs under a guard; return the digest of the weights and the kinds of events."""
-    torch.manual_seed(3)
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = _loader(samples, num_workers=2)
-    guard = Guard(run_dir, model=model, optimizer=optimizer, loader=loader, save_interval_steps=None)
-    for batch in guard.batches(max_epochs=2):
-        guard.step(batch, lambda batch: model(batch[1].float()).square().mean())
-    return digest(list(model.state_dict().values())), [event.kind for event in guard.events()]
-
-
-@pytest.mark.slow
-def test_a_guarded_run_with_a_killed_worker_ends_bit_equal(tmp_path: Path) -> None:
-    """The weights are those of the undisturbed run, and the heal is an event of the run."""
-    quiet, _ = _train(tmp_path / "quiet", Samples(None, -1, tmp_path))
-    struck, kinds = _train(tmp_path / "struck", Samples(KINDS["SIGKILL"], 17, tmp_path / "marker"))
-    assert struck == quiet
-    assert kinds.count("loader_healed") == 1
-
-
 class DiesEarly:
     """Samples of which one ends its worker as soon as it is read."""
 
@@ -654,7 +629,6 @@ class DiesEarly:
         return index
 
 
-@pytest.mark.slow
 class Interrupted:
     """Ctrl-C is pressed when the first worker runs and the second one is about to."""
 
@@ -683,6 +657,7 @@ def test_workers_that_were_not_all_started_are_not_kept() -> None:
     loader.close()
 
 
+@pytest.mark.slow
 def test_workers_that_die_while_others_start_never_block_the_loop() -> None:
     """A hundred epochs with early deaths come to their end; one in some hundred hung when torch raised in a queue."""
     for _ in range(100):

@@ -12,31 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from tests.faults.small_run import guard_in, train
 from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.main import make_app
-
-
-def guard_in(run_dir: Path, **fields: object) -> tuple[holdfast.Guard, torch.nn.Module]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    guard = holdfast.Guard(
-        run_dir,
-        model=model,
-        optimizer=torch.optim.Adam(model.parameters(), 0.1),
-        loader=holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4),
-        **{"save_interval_steps": 2, "async_save": False, **fields},
-    )
-    return guard, model
-
-
-def train(run_dir: Path, steps: int, **fields: object) -> holdfast.Guard:
-    guard, model = guard_in(run_dir, **fields)
-    for batch in guard.batches(max_steps=steps):
-        guard.step(batch, lambda x: model(x).square().mean())
-    return guard
 
 
 def a_dangling_link(path: Path) -> None:
@@ -87,7 +67,7 @@ def test_a_run_that_has_saved_does_not_begin_anew_in_silence(put, recorded, tmp_
     else:
         checkpoints.rmdir()
     elsewhere.rename(checkpoints)
-    assert train(tmp_path / "a", 8).statistics().resumes == 1
+    assert train(tmp_path / "a", 8)[0].statistics().resumes == 1
 
 
 @pytest.mark.parametrize("put", OUT_OF_REACH)
@@ -107,17 +87,17 @@ def test_ways_in_which_a_run_has_no_checkpoint_and_may_begin(tmp_path):
     """Killed before the first save, never saved on purpose, or begun anew on purpose as the message says."""
     guard, _ = guard_in(tmp_path / "a")  # opened, and killed before the first save
     guard._release()
-    assert train(tmp_path / "a", 4, save_interval_steps=None).global_step == 4
-    assert train(tmp_path / "a", 4).statistics().resumes == 0
+    assert train(tmp_path / "a", 4, save_interval_steps=None)[0].global_step == 4
+    assert train(tmp_path / "a", 4)[0].statistics().resumes == 0
     shutil.rmtree(tmp_path / "a" / "checkpoints")
     with pytest.raises(holdfast.CheckpointError) as caught:
         guard_in(tmp_path / "a")
     assert str(tmp_path / "a" / "run.json") in caught.value.fix
     (tmp_path / "a" / "run.json").unlink()
-    assert train(tmp_path / "a", 4).statistics().resumes == 0
+    assert train(tmp_path / "a", 4)[0].statistics().resumes == 0
     shutil.copytree(tmp_path / "a" / "checkpoints", tmp_path / "b" / "checkpoints")  # begun from another run's
     for steps in (6, 8):
-        assert train(tmp_path / "b", steps).resumed_from is not None
+        assert train(tmp_path / "b", steps)[0].resumed_from is not None
 
 
 def test_what_run_json_says_is_written_once(tmp_path, monkeypatch):
@@ -134,7 +114,7 @@ def test_what_run_json_says_is_written_once(tmp_path, monkeypatch):
     train(tmp_path / "a", 20)
     assert [each["saved_in"] for each in written] == [None, "checkpoints"]
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert train(tmp_path / "b", 22).statistics().resumes == 1
+    assert train(tmp_path / "b", 22)[0].statistics().resumes == 1
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.faults.small_run import guard_in, same, train
 from typer.testing import CliRunner
 
 import holdfast
@@ -20,27 +20,6 @@ from holdfast.checkpoint.newest import newest_good
 from holdfast.checkpoint.seal import begin, seal
 from holdfast.checkpoint.store import Store
 from holdfast.cli.main import make_app
-
-
-def guard_in(run_dir: Path) -> tuple[holdfast.Guard, torch.nn.Module]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    guard = holdfast.Guard(
-        run_dir,
-        model=model,
-        optimizer=torch.optim.Adam(model.parameters(), 0.1),
-        loader=holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4),
-        save_interval_steps=2,
-        async_save=False,
-    )
-    return guard, model
-
-
-def train(run_dir: Path, steps: int) -> torch.nn.Module:
-    guard, model = guard_in(run_dir)
-    for batch in guard.batches(max_steps=steps):
-        guard.step(batch, lambda x: model(x).square().mean())
-    return model
 
 
 @contextlib.contextmanager
@@ -128,7 +107,7 @@ def test_an_input_output_error_is_damage(name: str, fault: dict[str, Any], tmp_p
 
 def test_the_way_on_where_it_never_can_be_read(fault: dict[str, Any], tmp_path: Path) -> None:
     """The command of the message lets the run go on from the checkpoint before, with the same bits as ever."""
-    expected = train(tmp_path / "undisturbed", 9)
+    _, expected = train(tmp_path / "undisturbed", 9)
     train(tmp_path / "run", 6)
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     fault |= {"name": "optimizer.safetensors", "within": newest.name}
@@ -140,7 +119,7 @@ def test_the_way_on_where_it_never_can_be_read(fault: dict[str, Any], tmp_path: 
     assert guard.global_step == 4
     for batch in guard.batches(max_steps=9):
         guard.step(batch, lambda x: model(x).square().mean())
-    assert torch.equal(model.weight, expected.weight)
+    assert same(model, expected)
 
 
 def test_what_lists_and_prunes_checkpoints_does_not_call_it_damaged(fault: dict[str, Any], tmp_path: Path) -> None:

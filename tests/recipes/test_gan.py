@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from recipes.gan.data import Images
 from recipes.gan.players import Players, play
 from recipes.gan.quality import frechet_distance
 from recipes.gan.train import POLICY, GanOptions, main, make_job, train
-from recipes.training import Training, digest, open_guard
+from recipes.training import digest
 from tests.own_process import in_own_process
 from tests.unit.forecast.allocations import real_allocations
 
@@ -104,63 +103,6 @@ def live_tensors_after_steps(run_dir: Path, regularizer: str) -> list[tuple[int,
     return seen
 
 
-def test_gradients_of_one_player_reach_nothing_of_the_other(tmp_path):
-    """A step of one leaves weights and gradients of the other as they were."""
-    players, batch = make_players(), make_batch()
-    with guard_of(tmp_path, players) as guard:
-        before = digest(players.generator)
-        guard.step(batch, players.discriminator_loss, optimizer="discriminator")
-        assert digest(players.generator) == before
-        assert all(p.grad is None for p in players.generator.parameters())
-        theirs = {name: p.grad.clone() for name, p in players.discriminator.named_parameters()}
-        before = digest(players.discriminator)
-        guard.step(batch, players.generator_loss, optimizer="generator")
-        assert digest(players.discriminator) == before
-        assert all(torch.equal(p.grad, theirs[name]) for name, p in players.discriminator.named_parameters())
-
-
-def test_fp16_has_one_scale_for_both_players(tmp_path):
-    """Under the guard weights and scale are those of a plain loop with one scaler, also where it overflows."""
-    batches = [make_batch(), *[tuple(part + number for part in make_batch()) for number in (0.1, 0.2)]] * 2
-    plain = make_players()
-    scaler = torch.amp.GradScaler("cpu")
-    steps = skipped = 0
-    for batch in batches:
-        for name, loss_fn in (("discriminator", plain.discriminator_loss), ("generator", plain.generator_loss)):
-            for optimizer in plain.optimizers.values():
-                optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = loss_fn(batch)
-            scaler.scale(loss).backward(inputs=list(plain.models[name].parameters()))
-            scaler.unscale_(plain.optimizers[name])
-            scaler.step(plain.optimizers[name])
-            before = scaler.get_scale()
-            scaler.update()
-            skipped += scaler.get_scale() < before
-            steps += 1
-    players = make_players()
-    with guard_of(tmp_path, players, precision="fp16") as guard:
-        for batch in batches:
-            play(guard, players, batch)
-    statistics = guard.statistics()
-    assert (statistics.skipped_steps, statistics.steps) == (skipped, steps - skipped)
-    assert statistics.loss_scale == scaler.get_scale()
-    assert all(digest(players.models[name]) == digest(plain.models[name]) for name in plain.models)
-
-
-def test_a_split_batch_makes_the_same_update(tmp_path):
-    """In micro-batches of 3 of 8 images the weights are those of the whole batch, up to rounding."""
-    weights = []
-    for number, size in enumerate(("auto", 3)):
-        players = make_players()
-        with guard_of(tmp_path / str(number), players, micro_batch_size=size) as guard:
-            for _ in range(3):
-                told, _ = play(guard, players, make_batch())
-        assert told.micro_batch_size == (8 if size == "auto" else 3)
-        weights.append(torch.cat([p.detach().flatten() for p in players.all().parameters()]))
-    assert float((weights[0] - weights[1]).norm() / weights[0].norm()) < 1e-4
-
-
 # What remains of the peak, as the README has it. R1's gradient of a gradient keeps what was recomputed.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -232,34 +174,6 @@ def test_it_learns_from_real_digits(tmp_path):
 
 
 # --- lost processes -------------------------------------------------------------------------------------------
-
-
-def undisturbed(tmp_path: Path, digits: Path) -> str:
-    options = options_of(tmp_path / "undisturbed", digits)
-    return train(make_job(options), options, holdfast.Policy.from_yaml(POLICY))["weights"]
-
-
-def test_an_interrupted_cell_can_be_run_again(tmp_path, digits):
-    """After Interrupt, with its traceback still alive, the same process goes on and ends as if undisturbed."""
-    options, policy = options_of(tmp_path / "run", digits), holdfast.Policy.from_yaml(POLICY, save_interval_steps=4)
-    job = make_job(options)
-    guard = open_guard(
-        options,
-        policy,
-        model=job.players.models,
-        optimizer=job.players.optimizers,
-        loader=job.training,
-        state={"average": job.players.average},
-    )
-    with pytest.raises(KeyboardInterrupt) as kept, guard:
-        for number, batch in enumerate(Training(guard, options).batches()):
-            if number == 5:
-                raise KeyboardInterrupt
-            play(guard, job.players, batch)
-    again = train(make_job(replace(options, resume=True)), replace(options, resume=True), policy)
-    assert again["statistics"]["resumes"] == 1
-    assert again["weights"] == undisturbed(tmp_path, digits)
-    assert kept.type is KeyboardInterrupt
 
 
 def kill_kernel(notebook: subprocess.Popen, run_dir: Path) -> None:

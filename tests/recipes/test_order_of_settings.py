@@ -122,9 +122,12 @@ def test_two_names_of_one_field_at_the_same_place_are_refused(capsys):
 
 
 def test_clip_grad_norm_on_the_command_line_is_an_argument(monkeypatch):
-    """It wins over a variable, which wins over the same name in a file."""
+    """It wins over a variable, which wins over the same name in a file; below 0 it turns clipping off."""
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
-    assert read_options(options_of("asr"), ["--clip-grad-norm", "7"])[1].max_grad_norm == 7.0
+    for value, expected in (("7", 7.0), ("-1", None)):
+        assert read_options(options_of("asr"), ["--clip-grad-norm", value])[1].max_grad_norm == expected
+    with pytest.raises(SystemExit):
+        read_options(options_of("asr"), ["--clip-grad-norm", "0"])
 
 
 def test_a_fault_sets_what_nobody_has_set(monkeypatch):
@@ -173,3 +176,46 @@ def test_a_misspelt_key_of_a_hyperparameter_file_is_an_error(key, meant, tmp_pat
         ("lr", "max_key", "eval_precision", "ckpt_interval", "number_of_epochs", "norm", "patience"), 1
     )
     read_options(options_of("asr"), ["--hparams", str(written(path, own))])
+
+
+@pytest.mark.parametrize("entrance", [each for each in ENTRANCES if each not in ("--hparams", "--config")])
+def test_a_name_that_is_no_field_is_an_error_at_every_entrance(entrance, tmp_path, monkeypatch, capsys):
+    """H101 with the nearest name, whether the name stands in a file or in a variable."""
+    for place in ("file", "variable"):
+        if place == "variable":
+            monkeypatch.setenv("HOLDFAST_MAX_GRAD_NROM", "1")
+        file = {"max_grad_norm": 3.0, **({"max_grad_nrom": 3.0} if place == "file" else {})}
+        with pytest.raises((holdfast.PolicyError, SystemExit)) as caught:
+            ENTRANCES[entrance](tmp_path, file, {})
+        said = str(caught.value) + capsys.readouterr().err
+        assert "H101" in said, place
+        assert "did you mean 'max_grad_norm'" in said, place
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        # A dict is an argument, above a variable; a preset named in it or beside it lies below one.
+        (lambda: Policy.of({"preset": PRESET}), {"max_grad_norm": 2.0}),
+        (lambda: Policy.of({"preset": PRESET, "max_grad_norm": 3.0}), {"max_grad_norm": 3.0}),
+        (lambda: Policy.of({"max_grad_norm": 3.0}, preset=PRESET), {"max_grad_norm": 3.0}),
+        (lambda: Policy.of({"max_grad_norm": 3.0}, max_grad_norm=4.0), {"max_grad_norm": 4.0}),
+        # A variable that says the same as a framework is fine, and so is one that the framework has no setting for.
+        (
+            lambda: hosted_policy(None, host="the host", max_grad_norm=2.0, precision="fp32"),
+            {"max_grad_norm": 2.0, "nonfinite_patience": 9},
+        ),
+        # The minutes between checkpoints are an upper limit beside the steps; 0 switches them off, as in SpeechBrain.
+        (
+            lambda: Policy.from_speechbrain({"ckpt_interval_minutes": 15, "ckpt_interval_steps": 0}),
+            {"save_interval_minutes": 15, "save_interval_steps": "auto"},
+        ),
+        (lambda: Policy.from_speechbrain({"ckpt_interval_minutes": 0}), {"save_interval_minutes": None}),
+    ],
+)
+def test_what_each_place_says_beside_two_variables(read, expected, monkeypatch):
+    """Dicts, presets, a framework's own settings and hyperparameter files keep their places in the order."""
+    monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
+    monkeypatch.setenv("HOLDFAST_NONFINITE_PATIENCE", "9")
+    found = read()
+    assert {name: getattr(found, name) for name in expected} == expected

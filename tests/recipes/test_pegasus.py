@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
-import tracemalloc
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +19,9 @@ from recipes.pegasus.job import Job, PegasusOptions, make_job
 from recipes.pegasus.records import JsonLines, RecordError
 from recipes.pegasus.scoring import HeldOut, rouge
 from recipes.pegasus.train import POLICY, main, train
-from tests.prepared import Prepared
 
 from holdfast import DataLoader, LoaderError, Policy
 from holdfast.cli.factories import load_factory
-from holdfast.integrations.transformers import last_good_checkpoint
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as in the recipe: its threads are in the way of a fork
 
@@ -140,20 +133,6 @@ def test_records_are_read_by_their_offsets(tmp_path: Path) -> None:
     copy = pickle.loads(pickle.dumps(records))
     assert len(copy) == 3
     assert copy[1] == texts[1]
-
-
-def test_a_file_is_not_held_in_memory(tmp_path: Path) -> None:
-    """Opening a file of 16 MiB and reading a record takes less than a hundredth of that."""
-    path = lines(tmp_path / "large.jsonl", [{"document": "word " * 800, "summary": "words"}] * 4096)
-    assert path.stat().st_size > 16_000_000
-    tracemalloc.start()
-    try:
-        records = JsonLines(path)
-        assert records[4095][1] == "words"
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < path.stat().st_size / 100
 
 
 @pytest.mark.parametrize(
@@ -305,43 +284,6 @@ def test_a_trainer_that_is_started_again_ends_where_it_would_have(tmp_path: Path
     assert (early / "model.safetensors").stat().st_mtime_ns == written, "it was not begun anew"
     with pytest.raises(SystemExit, match="2"):
         main(["--run-dir", str(options.run_dir)])  # the plain loop has no business there
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_trainer_as_it_does_a_loop_of_ours(tmp_path: Path) -> None:
-    """It saves, writes the page, says how to go on and ends with code 130; then it ends as if undisturbed."""
-    lines(tmp_path / "train.jsonl", pairs(64))
-    lines(tmp_path / "held-out.jsonl", pairs(8))
-
-    def start(run: str, steps: int) -> subprocess.Popen[str]:
-        given = {
-            "loop": "trainer", "run-dir": tmp_path / run, "train-file": tmp_path / "train.jsonl", "vocab-size": 200,
-            "validation-file": tmp_path / "held-out.jsonl", "batch-size": 8, "eval-steps": 100_000,
-            "eval-records": 4, "max-steps": steps, "dropout": 0.1, "save-interval-steps": 5, "warmup-steps": 5,
-        }  # fmt: skip
-        options = [f"--{name}={value}" for name, value in given.items()]
-        return Prepared(
-            ["-m", "recipes.pegasus", *options, "--no-save-pretrained"], text=True,
-            cwd=POLICY.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
-
-    process = start("run", 100_000)
-    while process.poll() is None and not (tmp_path / "run/trainer/checkpoint-5").exists():
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    step = int(re.search(r"interrupted at step (\d+): the same command, or with --resume, goes on", err)[1])
-    result = json.loads((tmp_path / "run/result.json").read_text())
-    assert (result["global_step"], result["stopped"]) == (step, "SIGINT")
-    assert last_good_checkpoint(tmp_path / "run/trainer").endswith(f"-{step}")
-    assert "SIGINT" in (tmp_path / "run/report.html").read_text()
-    rest = start("run", step + 3)
-    _, err = rest.communicate(timeout=300)
-    assert rest.returncode == 0, err
-    assert f"going on from step {step} " in err
-    assert json.loads((tmp_path / "run/result.json").read_text())["global_step"] == step + 3
 
 
 @pytest.mark.slow

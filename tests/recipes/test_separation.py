@@ -11,15 +11,12 @@ import pytest
 import torch
 from recipes.asr.corpus import CorpusError
 from recipes.asr.speech import Plan, make_corpus
-from recipes.options import read_options
 from recipes.separation import train
 from recipes.separation.data import CutMixtures, MixedOnTheFly
 from recipes.separation.mixtures import Mixture, make_mixtures, mixed, read_mixtures, read_speakers
 from recipes.separation.model import ConvTasNet
 from recipes.separation.si_snr import best_order, separation_loss, si_snr
 from recipes.wav import read_wav, write_wav
-
-from holdfast.loader.quarantine import FILE_NAME, read_ledger
 
 RATE = 8000
 POLICY = Path(train.__file__).with_name("policy.yaml")
@@ -157,21 +154,6 @@ def test_mixtures_that_cannot_be_used_say_why(mixtures, tmp_path):
             CutMixtures([odd], sample_rate=RATE, samples=None)[0]
 
 
-def test_mixtures_on_a_disk_are_learnt_and_a_broken_one_is_quarantined(mixtures, tmp_path):
-    """A run over a folder with one broken mixture trains on, without it, and its ledger says why."""
-    for name in ("mix", "s1", "s2"):
-        (tmp_path / name).mkdir()
-        for path in (mixtures / name).iterdir():
-            (tmp_path / name / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "s2" / "0001.wav").write_bytes(b"not a wave")
-    options = ("--data", tmp_path, "--held-out", mixtures, "--max-steps", 3, "--batch-size", 2)
-    assert run(tmp_path / "run", *options)["global_step"] == 3
-    (aside,) = read_ledger(tmp_path / "run" / FILE_NAME).values()
-    assert aside.index == 1
-    assert "no WAV file" in aside.evidence
-    assert len(read_wav(tmp_path / "run" / "examples" / "separated_2.wav", RATE)) > RATE / 4
-
-
 @pytest.mark.parametrize("option", ["--data", "--speakers-dir", "--held-out"])
 def test_recordings_of_another_sample_rate_end_before_there_is_a_run(option, mixtures, speakers, tmp_path, capsys):
     """Of mixtures and of single speakers: how many, of which rate, one of them and the option that takes them."""
@@ -195,20 +177,6 @@ def test_recordings_of_another_sample_rate_end_before_there_is_a_run(option, mix
     assert f"such as {slow}" in told
     assert "\nFix: --sample-rate 22050, or resample all files once" in told
     assert not (tmp_path / "run").exists()
-
-
-def test_the_gate_turns_clipping_off_below_zero():
-    """The preset clips at 5 over all parameters; the gate of SpeechBrain's recipes turns it off, and refuses 0."""
-
-    def limit(*argv: str) -> float | None:
-        found: float | None = read_options(train.Options, argv, policy_file=POLICY)[1].max_grad_norm
-        return found
-
-    assert limit() == 5.0
-    assert limit("--clip-grad-norm", "-1") is None
-    assert limit("--clip-grad-norm", "2") == 2.0
-    with pytest.raises(SystemExit):
-        limit("--clip-grad-norm", "0")
 
 
 @pytest.mark.slow

@@ -101,16 +101,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(recipe, tmp_path, monke
     assert (tmp_path / "whole" / "images" / recipe.picture / "10.png").is_file()
 
 
-def test_recomputed_blocks_change_no_bit(recipe, tmp_path):
-    """A run whose blocks forget their activations and compute them again ends with the same weights."""
-    options = ("--max-steps", 4, "--speech-dir", tmp_path / "speech")
-    whole, again = (
-        recipe.run(tmp_path / name, *options, "--recompute", name) for name in ("false", "blocks.0,blocks.1")
-    )
-    assert again["statistics"]["recompute"] is True
-    assert again["weights"] == whole["weights"]
-
-
 @pytest.mark.parametrize(
     ("name", "option", "value", "said"),
     [

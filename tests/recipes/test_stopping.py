@@ -19,27 +19,6 @@ from holdfast.checkpoint.store import Store
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--batch-size", "16", "--width", "8")
-# A batch that waits for the first Ctrl-C, and then where no Python runs: for a mutex that is held already.
-STUCK = """
-import ctypes, pathlib, signal, time
-from recipes.classifier import train
-
-loss, lock, libc = train.Job.loss, ctypes.create_string_buffer(256), ctypes.CDLL(None)
-mark = pathlib.Path({mark!r})
-
-def stuck(self, batch):
-    if mark.exists():
-        mark.with_suffix(".waits").touch()
-        while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
-            time.sleep(0.01)
-        mark.with_suffix(".stuck").touch()
-        libc.pthread_mutex_lock(lock)
-        libc.pthread_mutex_lock(lock)
-    return loss(self, batch)
-
-train.Job.loss = stuck
-train.main()
-"""
 
 
 @pytest.fixture
@@ -113,23 +92,6 @@ def test_ctrl_c_while_data_are_made_ends_a_recipe_with_a_line(start, tmp_path):
     assert process.returncode == 130, err
     assert err.endswith("interrupted: the same command begins anew, or goes on from the newest checkpoint\n")
     assert "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_recipe_that_is_stuck(start, tmp_path):
-    """No boundary comes and no Python runs any more: the process ends at once, and its checkpoints are there."""
-    mark = tmp_path / "mark"
-    options = ("--run-dir", tmp_path / "run", *SMALL, "--save-interval-steps", 1, "--max-steps", 100_000)
-    process = start("-c", STUCK.format(mark=str(mark)), *options)
-    wait_until(lambda: max(checkpoints(tmp_path / "run"), default=0) >= 3, process)
-    mark.touch()
-    wait_until(mark.with_suffix(".waits").exists, process)
-    os.killpg(process.pid, signal.SIGINT)
-    wait_until(mark.with_suffix(".stuck").exists, process)
-    time.sleep(0.5)
-    assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(60) == -signal.SIGINT
 
 
 @pytest.mark.slow

@@ -203,26 +203,11 @@ class Attempts:
         assert self.statuses == [0, -9, 0, 0, 0, 0], logs  # a string, which pytest shows whole
 
     def _attempt(
-        self,
-        name: str,
-        *,
-        workers: int = 0,
-        resume: bool = False,
-        wide: bool = False,
-        weights: bool = False,
-        **done: Any,
+        self, name: str, *, workers: int = 0, resume: bool = False, wide: bool = False, **done: Any
     ) -> dict[str, Any]:
         run_dir, tiny = self._place / name, self._tiny
-        options = [
-            "--run-dir",
-            run_dir,
-            "--num-workers",
-            workers,
-            "--save-interval-steps",
-            3,
-            *self._data,
-            *tiny.options,
-        ]
+        options = ["--run-dir", run_dir, "--num-workers", workers, "--save-interval-steps", 3]
+        options += [*self._data, *tiny.options]
         options += tiny.wide if wide else ()
         options += ["--max-steps", tiny.limited_step + 1 if wide else tiny.steps, *(["--resume"] if resume else [])]
         return {"name": name, "options": [str(each) for each in options], "log": f"{run_dir}.log", **done}

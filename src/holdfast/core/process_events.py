@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from holdfast.core.events import EventData
@@ -122,7 +122,7 @@ class NotKillable(EventData):
 
 
 class HangSuspected(EventData):
-    """A process has been in one phase for longer than its limit."""
+    """A process has been in one phase for longer than its limit, in seconds."""
 
     pid: int
     rank: int | None
@@ -133,7 +133,12 @@ class HangSuspected(EventData):
 
 
 class Hang(HangSuspected):
-    """A process stands still: how, in which line, who is to blame for it, and what is done about it."""
+    """A process stands still.
+
+    `hang_kind`, with its `signature`, is how; `blamed_pid` is the process to blame, such as a worker or another rank,
+    with the innermost `frame` of user code, or an empty text. `odd_one_out` is the rank that others wait for.
+    `remedy` is that of ``explain.hangs.blame``. `files` are the stacks that were taken.
+    """
 
     hang_kind: str
     signature: str
@@ -141,10 +146,10 @@ class Hang(HangSuspected):
     blamed_pid: int
     blamed_role: str
     frame: str
-    odd_one_out: str
+    odd_one_out: int | None
     sentence: str
     remedy: str
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
 
 
 class HangOver(EventData):
@@ -242,8 +247,8 @@ class ExceptionRaised(EventData):
     kind: ClassVar[str] = "exception"
     type: str
     message: str
-    frames: tuple[Any, ...]
-    chain: tuple[Any, ...]
+    frames: Sequence[Any]
+    chain: Sequence[Any]
     thread: str
     fatal: bool
 
@@ -252,7 +257,7 @@ class Exiting(EventData):
     """The process ends by itself: how, its exit status, and what it said to `sys.exit`."""
 
     how: str
-    status: int
+    status: int | None
     said: str | None = None
 
 
@@ -271,7 +276,6 @@ class Leak(EventData):
     bytes_per_step: int
     device: str
     held_by: str
-    allocated_at: str
     retained_at: str
     signature: str
 

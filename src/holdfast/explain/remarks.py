@@ -27,9 +27,9 @@ def not_saved(facts: Facts) -> str | None:
 
 
 def leak_place(event: Event) -> str:
-    """Return where leaked memory is kept, else where it was made; an empty text if neither is known."""
-    places = (event.data.get(key) for key in ("retained_at", "allocated_at"))
-    return next((place for place in places if isinstance(place, str) and place.strip(" ?")), "")
+    """Return where leaked memory is kept; an empty text if that is not known."""
+    place = event.data.get("retained_at")
+    return place if isinstance(place, str) and place.strip(" ?") else ""
 
 
 def newest_leak(facts: Facts) -> Event | None:
@@ -148,7 +148,7 @@ def of_interruption(facts: Facts) -> Iterator[str]:
     hang = hang_left_alone(facts)
     if hang is not None:
         place = f" at {hang.data['frame']}" if hang.data.get("frame") else ""
-        kind = hang.data.get("kind") or "of an unknown kind"
+        kind = hang.data.get("hang_kind") or "of an unknown kind"
         yield f"Before that it hung{place} ({kind}), for {hang.data.get('seconds', '?')} s when last looked at."
     if (lost := not_saved(facts)) is not None:
         yield f"But {lost}."

@@ -57,7 +57,7 @@ class Guard:
             ``load_state_dict``.
         policy: Settings: a `Policy` or a dict of its fields, the path of a YAML file, or None for the defaults. Files
             and the defaults are overridden by ``HOLDFAST_*`` variables.
-        split: Where the batch dimension is (see ``data.splitting``): a number, a prefix of the batch's structure,
+        split: Where the batch dimension is (see ``guard.splitting``): a number, a prefix of the batch's structure,
             or a function of batch and micro-batch size.
         clock: Time, for tests.
         **overrides: Policy fields by name, stronger than `policy`; for instance ``precision="bf16"``.

@@ -34,7 +34,7 @@ from holdfast.numerics.eager import is_symbolic
 _FIRST_WINDOW = 400
 """Steps after which a run is judged as a whole for the first time."""
 _LATER_SHARE, _LATEST_SHARE = 10, 50
-"""After the first rounds one step in so many is observed, numerics.md 5.2, tier 2; fewer after the first window."""
+"""After the first rounds one step in so many is observed, which costs little; fewer after the first window."""
 _CALLS_PER_STEP = 4
 _JUDGED = (1, 2, 3, 5, 10, 15, 20, 25, 30)
 

@@ -19,7 +19,7 @@ from holdfast.learning.measures import append_newest, dense_gradient, median, no
 from holdfast.numerics.eager import is_symbolic
 
 FULL_ROUNDS = 30
-"""Steps of each optimizer that are observed fully, at first: numerics.md 5.2, tier 1."""
+"""Steps of each optimizer that are observed fully, at first."""
 _MOST_LOSSES = 800
 
 

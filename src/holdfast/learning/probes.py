@@ -32,7 +32,7 @@ from holdfast.loader.splitting import Split
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
 from holdfast.numerics.eager import eager
 
-_STEPS = 20  # numerics.md 4.4, number 25
+_STEPS = 20  # on one batch: with too high a learning rate its loss rises at more than half of them
 _TAIL = 5
 _LOWER = (0.3, 0.1, 0.03, 0.01, 0.001)
 _HIGHER = (10.0, 100.0, 1e3, 1e4, 1e5)
@@ -41,7 +41,7 @@ _SMOOTH = 0.1  # of the way down is climbed again: healthy runs below 0.05, rate
 _HARDLY = 3e-3
 _OFTEN = 0.3  # of the steps: a sampled loss of reinforcement learning jumps now and then
 _FELL_CLEARLY = 0.05
-_FIT_STEPS = 200  # numerics.md 4.4, number 29
+_FIT_STEPS = 200  # on a few samples, of which a sound model learns at least half in them
 _FIT_SAMPLES = 8
 _FIT_DROP = 0.5
 _FIT_PAIRS = 0.75

@@ -280,7 +280,7 @@ def _hangs(run: RunSnapshot) -> list[tuple[str, str, float, float, str]]:
         facts, pid = seen.event.data, seen.event.data.get("pid")
         seconds = facts.get("seconds")
         if seen.event.kind == "hang" and isinstance(seconds, (int, float)) and pid in labels and 0 < seconds < 1e9:
-            how = facts.get("hang_kind") or facts.get("kind", "hang")
+            how = facts.get("hang_kind", "hang")
             text = f"{how}: {duration(seconds)} in phase {facts.get('phase')}"
             end = seen.event.unix_seconds
             found.append(("stood still", labels[pid], end - seconds, end, text))

@@ -185,19 +185,6 @@ def compiled() -> None:
     print([dict(torch._dynamo.utils.counters[name]) for name in ("stats", "graph_break", "unimplemented")])
 
 
-def diverges() -> None:
-    """The loss becomes NaN, and the script raises."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e18)
-    while True:
-        loss = loss_of_next_batch()
-        if not torch.isfinite(loss):
-            raise FloatingPointError(f"loss is {loss.item()}") from ValueError("the first cause")
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        show(loss)
-
-
 SHAPES = {
     "plain": plain,
     "bad_sample": plain,
@@ -208,7 +195,6 @@ SHAPES = {
     "closure": closure,
     "checkpointed": checkpointed,
     "compiled": compiled,
-    "diverges": diverges,
 }
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import typer
+from tests.unit.report.made_runs import locked
 from typer.testing import CliRunner, Result
 
 from holdfast.cli import events, explain
@@ -68,28 +67,15 @@ def test_kinds_and_steps_choose(run):
     assert "no such events; this run has " in call(run, "--kind", "gaurd").output
 
 
-def test_a_guards_directory_alone_is_enough(run):
-    """What a Guard wrote without a supervisor is listed."""
-    assert json.loads(call(run / "g", "--json").output)["events"][0]["kind"] == "skip_step"
-
-
-_HOLDER = (
-    "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
-    "print('held', flush=True); sys.stdin.read()"
-)
-
-
 def test_following_a_continued_run_prints_what_comes_and_ends_with_it(run):
     """That an earlier supervisor stopped ends nothing: --follow prints each event once, until nobody supervises."""
     write(run / SUPERVISOR_FOLDER, (4.5, "stopped", 9, {"why": "before"}))
-    holding = [sys.executable, "-c", _HOLDER, str(run / SUPERVISOR_FOLDER / "lock")]
-    with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout.readline() == "held\n"
+    with locked(run / SUPERVISOR_FOLDER / "lock") as let_go:
 
         def later() -> None:
             time.sleep(0.7)
             write(run / SUPERVISOR_FOLDER, (5.0, "restart", 9, {}), (6.0, "stopped", 9, {"why": "done"}))
-            holder.stdin.close()
+            let_go()
 
         writer = threading.Thread(target=later)
         writer.start()

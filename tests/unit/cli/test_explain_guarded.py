@@ -207,7 +207,8 @@ def test_what_was_traced_of_a_nan_is_what_a_finding_points_to(tmp_path, where, r
 
     def loss_fn(batch: Any) -> torch.Tensor:
         out = mean_of(model)(batch)
-        return (out - out).log() * 0 if where == "loss" and guard.global_step == 5 and not guard.epoch else out
+        struck = where == "loss" and bool((batch[0] == inputs[40]).all(1).any())  # the sixth batch, also read again
+        return (out - out).log() * 0 if struck else out
 
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_fn)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +84,6 @@ def test_a_lengths_file_may_begin_with_a_byte_order_mark(tmp_path):
     """As editors on Windows write it."""
     (tmp_path / "lengths.txt").write_bytes(b"\xef\xbb\xbf12\r\n7\r\n")
     assert read_lengths(tmp_path / "lengths.txt") == [12, 7]
-
-
-def test_a_lengths_file_that_is_missing_is_an_error_of_the_system(tmp_path):
-    """Its path is said."""
-    result = call("--device", "T4", "--lengths", tmp_path / "none.txt")
-    assert result.exit_code == 2
-    assert "none.txt" in result.output
-
-
-def test_the_parent_loads_no_torch():
-    """The command and the page that it draws are imported without torch, which only the child needs."""
-    code = "import sys, holdfast.cli.plan, holdfast.report.memory_page; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_table_tells_each_plan_and_what_to_take(capsys):

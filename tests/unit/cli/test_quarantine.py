@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,19 +192,6 @@ def test_reading_does_not_answer_what_training_found(run_dir: Path) -> None:
     assert "provenance" in found["samples"][-1]["why"]
 
 
-def test_a_broken_file_name_can_be_printed(tmp_path: Path) -> None:
-    """In the place of bytes that are no text stands the mark for that."""
-    ledger = Ledger(9, None, lambda: 1.7e9)
-    ledger.keep_in(tmp_path / FILE_NAME)
-    ledger.add("clip\udc80.wav", "raised", 0, "OSError: clip\udc80.wav")
-    code = "from holdfast.cli import quarantine; import typer; typer.run(quarantine.run)"
-    command = [sys.executable, "-c", code, str(tmp_path), "--evidence", "--release-all"]
-    ran = subprocess.run(command, check=False, capture_output=True)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("OSError: clip\N{REPLACEMENT CHARACTER}.wav".encode()) == 2
-    assert "released clip\N{REPLACEMENT CHARACTER}.wav".encode() in ran.stdout
-
-
 def test_samples_are_released_by_name(run_dir: Path) -> None:
     """--release may be repeated and takes what the list prints, also of keys; --release-all takes the rest."""
     ledger = Ledger(9, None, lambda: 1.7e9)
@@ -260,12 +245,6 @@ def test_wrong_use_changes_nothing(run_dir: Path, arguments: tuple[object, ...],
     assert (run_dir / FILE_NAME).read_bytes() == before
 
 
-def test_a_stream_cannot_be_read_again_and_the_fix_is_another_factory(run_dir: Path) -> None:
-    """The name of the factory is right, so the fix is not how to write one."""
-    failed = as_json(run_dir, "--retest", factory(run_dir, "stream"))
-    assert failed["error"]["fix"] == "return the run's loader or dataset."
-
-
 def test_a_wrong_directory_and_a_damaged_ledger_are_told(tmp_path: Path) -> None:
     """What is no run directory is H701 and is not made into one; a damaged ledger is H617."""
     missing = as_json(tmp_path / "nowhere", "--release-all")
@@ -274,14 +253,3 @@ def test_a_wrong_directory_and_a_damaged_ledger_are_told(tmp_path: Path) -> None
     (tmp_path / FILE_NAME).write_text('{"format": 1, "sam')
     damaged = as_json(tmp_path, "--release-all")
     assert (damaged["exit code"], damaged["error"]["rule"]) == (2, "H617")
-
-
-def test_listing_and_releasing_need_no_torch(run_dir: Path) -> None:
-    """Without --retest the command is quick: torch is not imported."""
-    code = (
-        "import sys, pathlib; from holdfast.cli import quarantine; "
-        "quarantine.run(pathlib.Path(sys.argv[1]), release=['3']); sys.exit('torch' in sys.modules)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code, str(run_dir)], check=False, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert "3 quarantined, 1 released" in ran.stdout

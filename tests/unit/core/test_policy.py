@@ -136,24 +136,6 @@ def test_a_misspelt_name_is_refused_wherever_it_stands(monkeypatch: pytest.Monke
         Policy()
 
 
-def test_argument_over_variable_over_file_over_preset_over_default(
-    monkeypatch: pytest.MonkeyPatch, policy_file: Path
-) -> None:
-    """The one rule of precedence, field by field, with keywords and with options of a command line."""
-    policy_file.write_text("preset: tts\nkeep_latest_k: 11\nmax_rollbacks: 12\ngrow_after_steps: 13\n")
-    monkeypatch.setenv("HOLDFAST_MAX_ROLLBACKS", "22")
-    monkeypatch.setenv("HOLDFAST_GROW_AFTER_STEPS", "23")
-    monkeypatch.setenv("MAX_GRAD_NORM", "7")  # not ours
-    by_keyword = Policy.from_yaml(policy_file, grow_after_steps=33)
-    by_option = _from_command_line("--policy", str(policy_file), "--grow-after-steps", "33")
-    assert by_keyword == by_option
-    assert (by_option.keep_latest_k, by_option.max_rollbacks, by_option.grow_after_steps) == (11, 22, 33)
-    assert (by_option.max_grad_norm, by_option.nonfinite_patience) == (1.0, 3)
-    assert Policy(max_rollbacks=1).max_rollbacks == _from_command_line("--max-rollbacks", "1").max_rollbacks == 1
-    assert _from_command_line("--policy", str(policy_file), "--preset", "asr").max_grad_norm == 5.0
-    assert _from_command_line() == Policy()
-
-
 @pytest.mark.parametrize(
     ("field", "text", "value"),
     [

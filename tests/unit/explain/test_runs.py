@@ -236,7 +236,7 @@ def test_what_the_user_asked_for_is_no_failure_of_the_run(run, status, sent, cau
         + traceback_of("Broken pipe", "BrokenPipeError")
     )
     run.supervisor(
-        ("attempt_started", {"attempt": 0}), ("signal", {"number": sent, "from": "user"}),
+        ("attempt_started", {"attempt": 0}), ("signal", {"number": sent, "sender": "user"}),
         ended(status, asked_by=sent, signal_sent_by_us=9),
     )  # fmt: skip
     assert judge(collect(run.path)).cause == cause

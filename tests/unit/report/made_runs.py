@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,21 @@ def write_events(directory: Path, *events: Event) -> None:
     for event in events:
         box.event(event)
     box.close()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[Callable[[], None]]:
+    """Hold a lock in another process; return a function that lets it go, at the end at the latest."""
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdin is not None
+        assert holder.stdout.readline() == "held\n"
+        yield holder.stdin.close
 
 
 def happened(kind: str, seconds: float, step: int = 0, /, **facts: Any) -> Event:

@@ -107,7 +107,7 @@ def test_a_hang_is_a_stretch_on_the_row_of_its_process(tmp_path):
     """The time that a process stood still ends where the watchdog said so."""
     add_process(tmp_path, [sample(step) for step in range(1, 9)], happened("exiting", 90))
     write_events(
-        tmp_path / "supervisor", happened("hang", 80, pid=GONE, seconds=60.0, phase="data wait", kind="lock")
+        tmp_path / "supervisor", happened("hang", 80, pid=GONE, seconds=60.0, phase="data wait", hang_kind="lock")
     )
     (stretch,) = [t for t in figures(gather(tmp_path))["timeline"]["data"] if t["name"] == "stood still"]
     assert stretch["y"] == [f"trainer {GONE}"]

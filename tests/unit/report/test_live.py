@@ -25,6 +25,7 @@ from tests.unit.report.made_runs import (
     Clock,
     add_process,
     happened,
+    locked,
     make_run,
     own_ticks,
     sample,
@@ -151,16 +152,9 @@ def test_the_run_of_a_plain_guard_can_be_watched(tmp_path):
     for step in range(1, 6):
         box.step(StepMark.COMMITTED, step, 8, 1.0 / step, 0.5, 0.25)
     box.close()
-    code = (
-        "import sys; from holdfast.guard.directory import RunDirectory; "
-        "held = RunDirectory(sys.argv[1]); held.acquire(); print('held', flush=True); sys.stdin.read()"
-    )
     clock = Clock(unix=time.time())
     watched = Watched(tmp_path, clock)
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout.readline() == "held\n"
+    with locked(tmp_path / "lock"):
         clock.monotonic += 100
         run_now = watched.look()
         assert run_now.state == "running"
@@ -195,12 +189,6 @@ def test_a_loss_that_nobody_read_is_an_empty_cell_and_one_that_became_nan_is_not
     assert " nan  xxx" in drawn(watched, 80)
 
 
-def test_attempts_are_counted_as_on_the_page(tmp_path):
-    """The first attempt is one attempt, not attempt 0."""
-    add_process(tmp_path, [sample(7)], attempt=1)
-    assert "2 attempts" in drawn(Watched(tmp_path, Clock()), 80)
-
-
 def test_only_the_newest_attempt_is_shown(tmp_path):
     """After a restart the processes of the attempt before are history."""
     add_process(tmp_path, [sample(7)], attempt=0)
@@ -226,22 +214,11 @@ def test_a_run_on_another_machine_is_not_called_dead(tmp_path):
 def test_a_run_that_waits_to_restart_says_so_until_its_supervisor_is_gone(tmp_path):
     """Between two attempts nothing runs, and the run has not ended; with the lock free it has."""
     write_events(tmp_path / "supervisor", happened("restart", 5, attempt=1, cause="H1604", delay_seconds=60))
-    lock = tmp_path / "supervisor" / "lock"
-    code = (
-        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
-        "print('held', flush=True); sys.stdin.read()"
-    )
     clock = Clock()
     watched = Watched(tmp_path, clock)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with holder:
-        assert holder.stdout.readline() == "held\n"
+    with locked(tmp_path / "supervisor" / "lock"):
         clock.monotonic += 100
         assert watched.look().state == "waits to restart"
-        holder.stdin.close()
-        holder.wait()
     clock.monotonic += 100
     assert watched.look().state == "ended"
 

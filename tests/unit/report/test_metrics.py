@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import socket
 import subprocess
 import sys
 import threading
@@ -278,24 +277,6 @@ def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(PolicyError, match="H743"):
         open_sinks(["jsonl=/none/x/y"], tmp_path)
-
-
-def test_a_file_in_the_run_directory_makes_it(tmp_path):
-    """Sinks are opened before `holdfast run` makes its directory, in which their files may lie."""
-    (sink,) = open_sinks([f"jsonl={tmp_path / 'run' / 'm.jsonl'}"], tmp_path / "run")
-    sink.close()
-    assert (tmp_path / "run" / "m.jsonl").exists()
-
-
-def test_a_port_that_is_taken_is_refused(tmp_path):
-    """The error comes at the start and names the target."""
-    pytest.importorskip("prometheus_client")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(PolicyError, match="cannot be opened") as caught:
-            open_sinks([f"prometheus=:{taken.getsockname()[1]}"], tmp_path)
-    assert caught.value.rule == "H743"
 
 
 def test_a_missing_client_names_its_extra(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.core.process_events import Leak, LeakTrace
 from holdfast.supervise.leaks import census
 from holdfast.supervise.leaks.holders import Holders, Step, locals_of, text_of
 from holdfast.supervise.leaks.lines import Lines
@@ -23,16 +24,16 @@ _MOST_STEPS = 60
 MODULE_HISTORY: list[Any] = []
 
 
-def traced(step: Callable[[int], object], *, most: int = _MOST_STEPS) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def traced(step: Callable[[int], object], *, most: int = _MOST_STEPS) -> tuple[list[Leak], LeakTrace]:
     """Make steps under a trace until it has ended, and return what leaked and the summary."""
-    events: list[tuple[str, dict[str, Any]]] = []
-    tracer = LeakTracer(lambda kind, **facts: events.append((kind, facts)))
+    events: list[Any] = []
+    tracer = LeakTracer(events.append)
     for number in range(most):
         step(number)
         tracer.after_step(1)
         if events:
             break
-    return [facts for kind, facts in events if kind == "leak"], dict(events)["leak_trace"]
+    return events[:-1], events[-1]
 
 
 def line_of(text: str) -> int:
@@ -52,13 +53,13 @@ def test_a_list_is_named_with_its_line_and_its_size() -> None:
         kept_here.append(made)
 
     (leak,), summary = traced(step)
-    assert leak["what"] == "list of Tensor (64, 32) float32"
-    assert leak["count_per_step"] == 1
-    assert leak["bytes_per_step"] == 64 * 32 * 4
-    assert leak["held_by"].startswith("kept_here")
-    assert leak["retained_at"].startswith(f"{__file__}:{line_of('kept_here.append(made)')} in step: ")
-    assert (leak["form"], leak["signature"], leak["device"]) == ("container", "H1501", "cpu")
-    assert (summary["found"], summary["request"]) == (1, 1)
+    assert leak.what == "list of Tensor (64, 32) float32"
+    assert leak.count_per_step == 1
+    assert leak.bytes_per_step == 64 * 32 * 4
+    assert leak.held_by.startswith("kept_here")
+    assert leak.retained_at.startswith(f"{__file__}:{line_of('kept_here.append(made)')} in step: ")
+    assert (leak.form, leak.signature, leak.device) == ("container", "H1501", "cpu")
+    assert (summary.found, summary.request) == (1, 1)
 
 
 def test_what_is_bounded_is_no_leak() -> None:
@@ -75,7 +76,7 @@ def test_what_is_bounded_is_no_leak() -> None:
 
     leaks, summary = traced(step)
     assert leaks == []
-    assert (summary["found"], summary["steps"]) == (0, 3 + 1 + 3 * 8)
+    assert (summary.found, summary.steps) == (0, 3 + 1 + 3 * 8)
 
 
 def test_too_many_objects_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,7 @@ def test_too_many_objects_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(census, "_MOST_OBJECTS", 100)
     leaks, summary = traced(lambda _: None)
     assert leaks == []
-    assert "objects" in summary["why"]
+    assert "objects" in summary.why
 
 
 def test_what_leaks_seldom_is_found_in_the_wider_window() -> None:
@@ -95,8 +96,8 @@ def test_what_leaks_seldom_is_found_in_the_wider_window() -> None:
             snapshots.append(torch.zeros(100))
 
     (leak,), _ = traced(step)
-    assert leak["held_by"].startswith("snapshots")
-    assert leak["count_per_step"] == pytest.approx(0.25)
+    assert leak.held_by.startswith("snapshots")
+    assert leak.count_per_step == pytest.approx(0.25)
 
 
 def test_a_trace_changes_nothing_and_keeps_nothing() -> None:
@@ -111,7 +112,7 @@ def test_a_trace_changes_nothing_and_keeps_nothing() -> None:
         kept.append(model(torch.ones(2, 4)))
 
     (leak,), _ = traced(step)
-    assert leak["form"] == "graph"
+    assert leak.form == "graph"
     after = (random.getstate(), torch.get_rng_state().tolist(), gradient.tolist(), gc.isenabled(), sys.gettrace())
     assert after == before
     assert model.weight.grad is gradient
@@ -145,24 +146,24 @@ def test_no_code_of_the_script_is_called() -> None:
         list.append(things[0], torch.zeros(100))
 
     leaks, _ = traced(step)
-    assert {leak["what"].split(" of ")[-1] for leak in leaks} >= {"Tensor (100,) float32"}
+    assert {leak.what.split(" of ")[-1] for leak in leaks} >= {"Tensor (100,) float32"}
 
 
 def test_each_request_is_answered_once() -> None:
     """The same number again begins no trace, and a new number does."""
-    requests: list[int] = []
-    tracer = LeakTracer(lambda kind, **facts: requests.append(facts["request"]))
+    events: list[Any] = []
+    tracer = LeakTracer(events.append)
     for request in (1, 2):
         for _ in range(request * _MOST_STEPS):
             tracer.after_step(request)
-    assert requests == [1, 2]
+    assert [event.request for event in events] == [1, 2]
 
 
 def test_a_failed_look_ends_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes wrong in a look is raised once, for the observer to note, and nothing of the trace is left on."""
     kept: list[Any] = []
-    events: list[str] = []
-    tracer = LeakTracer(lambda kind, **facts: events.append(kind))
+    events: list[Any] = []
+    tracer = LeakTracer(events.append)
     monkeypatch.setattr(Holders, "path_of", lambda *_: 1 / 0)
     failures = 0
     for _ in range(_MOST_STEPS):
@@ -189,8 +190,8 @@ def test_a_cycle_is_told_by_the_attribute_that_closes_it() -> None:
         gc.enable()
         gc.collect()
     # Without the collector the garbage of pytest itself may grow besides.
-    told = [leak for leak in leaks if f":{line_of('self.itself = self')} " in leak["retained_at"]]
-    assert [leak["form"] for leak in told] == ["cycle"]
+    told = [leak for leak in leaks if f":{line_of('self.itself = self')} " in leak.retained_at]
+    assert [leak.form for leak in told] == ["cycle"]
 
 
 # --- paths --------------------------------------------------------------------------------------------------------

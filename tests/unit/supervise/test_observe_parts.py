@@ -63,9 +63,6 @@ def test_a_look_for_a_module_is_no_import(watch: ImportWatch) -> None:
     assert len(seen) == 1
 
 
-# --- exceptions ---------------------------------------------------------------------------------------------------
-
-
 # --- values -------------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +164,8 @@ class Seen:
         self._samples = SampleRing(self.ring)
         self.roles: list[str] = []
         self.failures: list[BaseException] = []
-        self.events: list[str] = []
+        self.events: list[Any] = []
+        self.emit = self.events.append
 
     def samples(self) -> SampleRing:
         return self._samples
@@ -177,9 +175,6 @@ class Seen:
 
     def failed(self, error: BaseException) -> None:
         self.failures.append(error)
-
-    def emit(self, kind: str, **facts: Any) -> None:
-        self.events.append(kind)
 
 
 class Optimizer:
@@ -437,15 +432,11 @@ def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None
         ("python -m accelerate.commands.launch train.py", True),
         ("python /bin/accelerate launch train.py", True),
         ("python train.py torchrun", False),
-        ("python -W ignore -m torch.distributed.run train.py", True),
         ("python -X dev /bin/torchrun train.py", True),
         ("python3.12 -mtorch.distributed.run train.py", True),
         ("accelerate-launch train.py", True),
-        ("uv run torchrun train.py", True),
         ("accelerate config", False),
         ("python -c torchrun", False),
-        ("python -m train torchrun", False),
-        ("python", False),
         ("python -m", False),
     ],
 )

@@ -150,7 +150,7 @@ def test_what_follows_an_exception_of_the_script(run: Run, run_directory: Path) 
     (cause,) = exception.data["chain"]
     assert (cause["type"], cause["message"]) == ("KeyError", "'no such key'")
     assert [frame[1:] for frame in cause["frames"]] == [[5, "<module>"], [3, "inner"]]
-    assert exiting.data == {"how": "exception", "status": None}
+    assert exiting.data == {"how": "exception", "status": None, "said": None}
 
 
 @pytest.mark.parametrize(("status", "recorded"), [("3", 3), ("'bad things'", 1), ("", None)])
@@ -158,8 +158,8 @@ def test_sys_exit(run: Run, run_directory: Path, status: str, recorded: int | No
     """What a script leaves with is recorded, unless it is nothing to speak of."""
     same_with_and_without(run, f"import sys; sys.exit({status})")
     data = [event.data for event in events(run_directory)]
-    words = {"said": "bad things"} if status.startswith("'") else {}
-    assert data == ([{"how": "sys.exit", "status": recorded, **words}] if recorded else [])
+    said = "bad things" if status.startswith("'") else None
+    assert data == ([{"how": "sys.exit", "status": recorded, "said": said}] if recorded else [])
 
 
 def test_stacks_upon_a_signal(run: Run, run_directory: Path) -> None:

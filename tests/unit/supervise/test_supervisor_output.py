@@ -82,17 +82,6 @@ def test_a_terminal_that_takes_nothing_does_not(log):
     os.close(slave)
 
 
-def test_an_orphan_that_holds_a_stream_is_not_waited_for(log, tmp_path):
-    """A stream that is open and silent ends the drain after the quiet time."""
-    reading, writing = os.pipe()
-    copier = Copier(log)
-    copier.take([(reading, os.open(os.devnull, os.O_WRONLY))])
-    os.write(writing, b"last words\n")
-    copier.drain(quiet_seconds=0.05, flush_seconds=60.0)
-    assert (tmp_path / "output.log").read_bytes() == b"last words\n"
-    os.close(writing)
-
-
 def test_a_stream_is_a_terminal_exactly_where_ours_is_one():
     """Stream by stream, so that progress bars draw where they are seen; the size of the window is passed on."""
     master, slave = os.openpty()

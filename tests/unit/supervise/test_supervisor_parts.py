@@ -14,32 +14,10 @@ import pytest
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.run_files import ProcessInfo, write_process
-from holdfast.supervise import process_tree
-from holdfast.supervise.launch.commands import CommandError, find_launcher, find_program, make_environment
+from holdfast.supervise.launch.commands import find_launcher, make_environment
 from holdfast.supervise.launch.kernel import count_oom_kills, memory_limits
 from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
-from holdfast.supervise.process_tree import MARK_VARIABLE, Tree, kill_all, marked_processes
-
-
-def test_a_command_that_does_not_exist_is_127_and_one_that_is_not_executable_is_126(tmp_path, monkeypatch):
-    """As in a shell, with a message that says what to write instead."""
-    with pytest.raises(CommandError) as missing:
-        find_program(["no-such-command-anywhere", "x"])
-    assert (missing.value.status, missing.value.rule) == (127, "H720")
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("print()")
-    for word in ("train.py", "./train.py"):
-        with pytest.raises(CommandError) as plain:
-            find_program([word])
-        assert (plain.value.status, plain.value.rule) == (126, "H721")
-        assert f"python {word}" in plain.value.fix
-    with pytest.raises(CommandError) as folder:
-        find_program([str(tmp_path)])
-    assert folder.value.status == 126
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(CommandError) as python:
-        find_program(["python"])
-    assert python.value.status == 127
+from holdfast.supervise.process_tree import MARK_VARIABLE, Tree, kill_all
 
 
 def test_launchers_are_known_with_the_restarts_that_they_make_themselves():
@@ -162,20 +140,3 @@ def test_children_that_were_there_before_and_processes_of_our_session_are_not_th
     for each in (before, ours, command):
         each.kill()
         each.wait()
-
-
-def test_what_carries_the_mark_is_found_and_killed_with_its_descendants_stopped_or_not(tmp_path):
-    """A process in a session of its own, one whose environment is empty, and a stopped one: none is left."""
-    mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    inner = "env -i sh -c 'sleep 600 & sleep 600' & setsid sleep 600 & wait"
-    shell = subprocess.Popen(["sh", "-c", inner], env={**os.environ, MARK_VARIABLE: f"other,{mark}"})
-    deadline = time.monotonic() + 30
-    while len(found := marked_processes(mark, [])) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(found) >= 5
-    process_tree.signal_all(found, 19)
-    killed, left = kill_all(lambda: marked_processes(mark, []), 10.0)
-    shell.wait()
-    assert killed >= found
-    assert not left
-    assert marked_processes("other-mark", []) == set()

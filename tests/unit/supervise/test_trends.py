@@ -24,17 +24,17 @@ class _Run:
         self.board = ProgressBoard(self.folder / BOARD_FILE)
         self.ring = SampleRing(self.folder / SAMPLES_FILE)
         self.steps = 0
-        self.told: list[dict[str, Any]] = []
+        self.told: list[Any] = []
         self.left = 4000 * _MIB
         clock = FakeClock()
         self.said: list[str] = []
         self.trends = Trends(
-            run, emit=self.emit, clock=clock.unix_seconds, available_bytes=lambda: self.left, say=self.said.append
+            run,
+            emit=self.told.append,
+            clock=clock.unix_seconds,
+            available_bytes=lambda: self.left,
+            say=self.said.append,
         )
-
-    def emit(self, kind: str, **facts: Any) -> None:
-        assert kind == "memory_trend"
-        self.told.append(facts)
 
     def train(self, steps: int, *, host_bytes: int, grows_bytes: int) -> None:
         for number in range(steps):
@@ -54,9 +54,9 @@ def test_a_leak_is_told_once_and_traced(tmp_path: Path) -> None:
     run.train(400, host_bytes=500 * _MIB, grows_bytes=_MIB)
     assert run.told == [], "it could still be a warm-up"
     run.train(200, host_bytes=900 * _MIB, grows_bytes=_MIB)
-    assert [facts["what"] for facts in run.told] == ["host"]
-    assert abs(run.told[0]["bytes_per_step"] - _MIB) < 0.05 * _MIB
-    assert run.told[0]["minutes_left"] is not None
+    assert [trend.what for trend in run.told] == ["host"]
+    assert abs(run.told[0].bytes_per_step - _MIB) < 0.05 * _MIB
+    assert run.told[0].minutes_left is not None
     assert run.board.trace_requested() == 1
     assert len(run.said) == 1
     assert run.said[0].startswith("memory grows by 1 MiB a step, used up in about ")
@@ -74,7 +74,7 @@ def test_growth_that_ends_is_told(tmp_path: Path) -> None:
     run.train(400, host_bytes=500 * _MIB, grows_bytes=_MIB)
     run.train(200, host_bytes=900 * _MIB, grows_bytes=_MIB)
     run.train(1500, host_bytes=1100 * _MIB, grows_bytes=0)
-    assert [facts["bytes_per_step"] > 0 for facts in run.told] == [True, False]
+    assert [trend.bytes_per_step > 0 for trend in run.told] == [True, False]
 
 
 def test_healthy_and_damaged_recordings_tell_nothing(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import Examined, clean
@@ -49,34 +49,6 @@ class Diagnosis:
     moving: bool  # whether the blamed process uses a processor or moves bytes
     heals: bool  # whether what waits is a loader of holdfast, which replaces its workers itself
     sentence: str  # all this in words
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hang:
-    """A process that makes no progress, and what is to be done."""
-
-    pid: int  # the process whose progress stands still
-    rank: int | None  # its rank, or None
-    phase: str  # in words, such as ``"data wait"``
-    step: int  # steps that it had made
-    seconds: float  # how long it had stood still when it was noticed
-    limit_seconds: float  # what was allowed
-    kind: HangKind  # see `KINDS`
-    signature: str  # id of what is known about the kind
-    confidence: float  # between 0 and 1
-    blamed_pid: int  # the process to blame, maybe a loader worker or another rank
-    blamed_role: str  # its role
-    frame: str  # ``file:line in function`` of its innermost user code, or an empty text
-    odd_one_out: int | None  # rank that the others wait for, or None
-    sentence: str  # what happened, in words
-    remedy: Remedy  # see `Remedy`
-    files: tuple[str, ...] = ()  # names of the stack dumps in the run's folder of stacks
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts of the event ``"hang"``."""
-        facts = asdict(self)
-        limit = facts.pop("limit_seconds")
-        return {**facts, "seconds": round(self.seconds, 3), "limit": round(limit, 3), "files": list(self.files)}
 
 
 def diagnose_hang(processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()) -> Diagnosis:

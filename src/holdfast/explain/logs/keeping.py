@@ -1,7 +1,7 @@
 """Which lines of a log are kept: a log of any size in bounded memory and one pass.
 
 Kept are the beginning, the end, and between them every line with a word that errors have, with what stands around it.
-Lines are numbered as an editor numbers them. Does not: understand the lines (see ``log_text``).
+Lines are numbered as an editor numbers them. Does not: understand the lines (see ``text``).
 """
 
 from __future__ import annotations

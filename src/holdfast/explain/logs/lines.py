@@ -1,7 +1,7 @@
 """One line of a log as people would read it: without escape sequences, and without what stands before the message.
 
 Launchers and loggers put ranks, times and levels before a line; they are taken off and used. Does not: join lines to
-messages (see ``log_text``).
+messages (see ``text``).
 """
 
 from __future__ import annotations

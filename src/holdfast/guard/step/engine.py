@@ -47,8 +47,8 @@ from holdfast.memory.recompute import COMPILED, may_come_of_recomputing
 from holdfast.memory.saved_bytes import NOTHING_SAVES
 from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, nonfinite_gradients
 
-# Of the time since the run was opened, for probes: numerics.md 5.2, tier 3.
 _COMPARED_STEP = 3  # in the first, state is made and kernels are chosen
+# Of the time since the run was opened, for probes.
 _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0, 60.0
 
 

@@ -10,7 +10,7 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.rules.registry import Say, checks
 
 _IN_A_ROW = 10
-"""Steps in a row before a missing or zero gradient is more than a bad batch: numerics.md 4.4, number 15."""
+"""Steps in a row before a missing or zero gradient is more than a bad batch."""
 
 
 def gradient_first(optimizer: OptimizerFacts) -> bool:
@@ -58,7 +58,7 @@ def _gradients_leak(facts: Facts, say: Say) -> Iterator[Finding]:
 
 @checks(rule="H812", tier="contract", severity="error", kind="cause", confidence=0.9)
 def _never_stepped(facts: Facts, say: Say) -> Iterator[Finding]:
-    # 200 as in numerics.md 4.4; at the end of a run a few are enough, since no step is to come.
+    # Until 200 a loop may accumulate by hand; at the end of a run a few are enough, since no step is to come.
     if facts.backwards_since_step < (10 if facts.ended else 200) or not facts.models or facts.steps:
         return
     if any(model.changed for model in facts.models.values()):

@@ -1,8 +1,8 @@
 """Windows on progress: no learning, divergence, spikes, plateaus, overfitting, learning rates far off.
 
 Whether a run gets anywhere is read from its losses. Their level says something only where the objective is to make
-one loss small; otherwise the answer is ``"unknown"``. A threshold alone fires on healthy runs (numerics.md 4.2), so a
-cause is named only where the run gets nowhere.
+one loss small; otherwise the answer is ``"unknown"``. A threshold alone fires on healthy runs (of the published ones
+all but one did, on 23), so a cause is named only where the run gets nowhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from holdfast.learning.rules.registry import Say, advice_if, checks
 State = Literal["unknown", "learning", "flat", "constant", "diverged"]
 _FEWEST = 40
 _CONSTANT = 0.97
-"""A loss at this share of the best constant's, or above, has learnt nothing from the inputs: numerics.md 4.4, 28,
-where 0.9 of the variance was proposed; regressions with little to learn are healthy at 0.95, so 0.97."""
+"""A loss at this share of the best constant's, or above, has learnt nothing from the inputs.
+0.9 of the variance has been proposed; regressions with little to learn are healthy at 0.95, so 0.97."""
 _DIVERGED = 1.5
-"""End over start of a loss that diverged: numerics.md 4.4, 26."""
+"""End over start of a loss that diverged."""
 _LARGE_STEP = 0.1
 """Length of a step relative to the weights above which training seldom survives: TheDeepChecker's upper limit."""
 

@@ -91,7 +91,7 @@ def _normalised_alone(facts: Facts, say: Say) -> Iterator[Finding]:
 @checks(rule="H857", tier="contract", severity="advice", kind="cause", confidence=0.8)
 def _nearly_all_dropped(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, model in facts.models.items():
-        # UMLAUT warns from 0.5 (numerics.md 4.1), which healthy models use; 0.85 and more keep one unit in seven.
+        # UMLAUT warns from 0.5, which healthy models use; 0.85 and more keep one unit in seven.
         if model.dropout >= 0.85 and model.observed > model.eval_steps:
             what = f"a dropout layer drops {model.dropout:.0%} of its inputs"
             yield say(what, "p is the share that is dropped, not the share that is kept: use 0.1 to 0.5.", name)

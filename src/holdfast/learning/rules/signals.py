@@ -12,7 +12,7 @@ from holdfast.learning.rules.progress import far_from_unit, middle, progress_of
 from holdfast.learning.rules.registry import Say, advice_if, checks
 
 _BATCHES = 20
-"""Observed batches before something is said about the data: numerics.md 4.4, numbers 43 and 44."""
+"""Observed batches before something is said about the data."""
 _FEWEST_UTTERANCES = 8
 
 

@@ -13,16 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
+from holdfast.core import process_events
+from holdfast.core.events import EventData
+from holdfast.core.process_events import Hang
 from holdfast.recorder.run_files import ProcessInfo, process_lives, read_processes
 from holdfast.supervise.launch.commands import Launcher, Sentinel
 from holdfast.supervise.launch.output import Copier, Streams
 from holdfast.supervise.launch.signals import ASKING_TO_END, Signals
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
-
-if TYPE_CHECKING:
-    from holdfast.explain.hangs.blame import Hang
 
 _TICK_SECONDS = 1.0
 _LEFTOVER_SECONDS = 0.4  # after the command itself has ended; no process is left 1 s after any death
@@ -67,7 +66,7 @@ class Attempt:
     sentinel: Sentinel
     launcher: Launcher | None
     grace_seconds: float  # between asking it to end and SIGKILL
-    emit: Callable[..., None]
+    emit: Callable[[EventData], None]
     _hangs: SimpleQueue[Hang] = field(default_factory=SimpleQueue, init=False)
     _lines: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)
     _hang: Hang | None = field(default=None, init=False)
@@ -100,7 +99,7 @@ class Attempt:
             self._look_at_hangs()
             self._keep_deadlines()
             if self.sentinel.revive():
-                self.emit("sentinel_revived")
+                self.emit(process_events.SentinelRevived())
         self.signals.command = None
         seconds = time.monotonic() - self._started
         status = self.child.wait()
@@ -136,7 +135,7 @@ class Attempt:
                 with suppress(OSError):
                     os.killpg(self.signals.command, number)
         else:
-            self.emit("signal", **{"number": number, "from": "user"})
+            self.emit(process_events.Signal(number=number))
             if number in ASKING_TO_END:
                 self._on_asked(number)
 
@@ -181,8 +180,9 @@ class Attempt:
             self._limit(0.0)
         elif self.launcher is not None and self.launcher.restarts:  # it starts its workers again when they end
             trainers = [info for info in self._processes() if info.role == "trainer" and _lives(info)]
-            self.emit("ranks_ended", pids=[each.pid for each in trainers], signal=int(signal.SIGTERM))
-            signal_all([each.pid for each in trainers], signal.SIGTERM)
+            pids = tuple(each.pid for each in trainers)
+            self.emit(process_events.RanksEnded(pids=pids, signal=int(signal.SIGTERM)))
+            signal_all(pids, signal.SIGTERM)
             self._doomed = (time.monotonic() + self.grace_seconds, trainers)
         else:
             self._sent = signal.SIGTERM
@@ -214,7 +214,7 @@ class Attempt:
             may_save = not known or any(info.pid in left for info in known if info.role == "trainer")
             if self._deadline == math.inf or not may_save:
                 self._deadline = time.monotonic() + _LEFTOVER_SECONDS
-            self.emit("leftovers", pids=sorted(left))
+            self.emit(process_events.Leftovers(pids=tuple(sorted(left))))
             signal_all(left, signal.SIGTERM)
             signal_all(left, signal.SIGCONT)
         while left and time.monotonic() < self._deadline:
@@ -229,7 +229,7 @@ class Attempt:
     def _kill(self) -> None:
         _, stuck = kill_all(self.tree.processes, _KILL_SECONDS)
         if stuck:
-            self.emit("not_killable", pids=sorted(stuck))
+            self.emit(process_events.NotKillable(pids=tuple(sorted(stuck))))
 
 
 def _lives(info: ProcessInfo) -> bool:

@@ -12,11 +12,12 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from holdfast.core import process_events
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import HoldfastError
-from holdfast.core.events import Event
+from holdfast.core.events import Event, EventData
+from holdfast.core.run_events import RecordingMovedAside
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Phase, Standing, read_board
@@ -103,7 +104,7 @@ class Supervisor:
                 if isinstance(decision, Stop):
                     break
                 self._number += 1
-            self.emit("stopped", why=decision.why)
+            self.emit(process_events.Stopped(why=decision.why))
         return Outcome(
             status=end.status if end.status >= 0 else 128 - end.status, attempts=self._number - first + 1,
             seconds=time.monotonic() - started, why=decision.why, verdict=verdict, run=self.run_path,
@@ -113,23 +114,23 @@ class Supervisor:
         """End a line that the command has left unfinished on one of our own streams; after the run."""
         self._copier.begin_line(descriptor)
 
-    def emit(self, kind: str, /, **facts: Any) -> None:
-        """Record an event; from any thread."""
-        now, step = time.time(), facts.get("step")
-        step = step if isinstance(step, int) else self._steps() or 0
+    def emit(self, data: EventData) -> None:
+        """Record an event, with its own step or that of the command; from any thread."""
+        now, step = time.time(), getattr(data, "step", None)
+        step = self._steps() or 0 if step is None else step
         with self._lock:
-            self._box.event(Event(kind=kind, global_step=step, unix_seconds=now, data=facts))
+            self._box.event(Event(kind=data.kind, global_step=step, unix_seconds=now, data=data.facts()))
 
     def _say_output_is_lost(self, error: OSError) -> None:
         why = error.strerror or str(error)
-        self.emit("output_lost", error=why)
+        self.emit(process_events.OutputLost(error=why))
         self._copier.say(
             f"{OUTPUT_FILE} cannot be written ({why}); the command goes on, and what it prints is lost there"
         )
 
     def _say_what_is_continued(self) -> None:
         for what in self._box.moved_aside:
-            self.emit("recording_moved_aside", what=what)
+            self.emit(RecordingMovedAside(what=what))
             self._copier.say(f"{self._folder.supervisor.name}/{what}")
         before = self._continued
         if self._number and before is not None and before != self._plan.command:
@@ -142,7 +143,7 @@ class Supervisor:
         plan, number = self._plan, self._number
         self._log.begin(number)
         oom_kills = count_oom_kills()
-        self.emit("attempt_started", attempt=number, argv=list(plan.command))
+        self.emit(process_events.AttemptStarted(attempt=number, argv=tuple(plan.command)))
         environment = make_environment(self._environment, self.run_path, number, mark, observe=plan.observe)
         streams = Streams()
         self._copier.take(streams.sources)
@@ -173,12 +174,13 @@ class Supervisor:
         after = count_oom_kills()
         killed = None if oom_kills is None or after is None else after - oom_kills
         if lines := kernel.news():
-            self.emit("kernel_log", lines=lines)
-        self.emit("process_ended", pid=child.pid, status=end.status, oom_kills=killed)
-        self.emit(
-            "attempt_ended", attempt=number, status=end.status, oom_kills=killed, seconds=round(end.seconds, 3),
+            self.emit(process_events.KernelLog(lines=tuple(lines)))
+        self.emit(process_events.ProcessEnded(pid=child.pid, status=end.status, oom_kills=killed))
+        ended = process_events.AttemptEnded(
+            attempt=number, status=end.status, oom_kills=killed, seconds=round(end.seconds, 3),
             steps=self._steps(), signal_sent_by_us=end.sent, asked_by=end.asked,
         )  # fmt: skip
+        self.emit(ended)
         return end
 
     def _steps(self) -> int | None:
@@ -201,15 +203,15 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor goes on
             why = f"{type(error).__name__}: {error}"
             verdict = _no_verdict(why)
-            self.emit("verdict_failed", error=why)
+            self.emit(process_events.VerdictFailed(error=why))
         path = self.run_path / VERDICT_FILE
         try:
             replace_file(path, json.dumps(verdict.as_json(), indent=1).encode())
         except OSError as error:  # the disk is full or the directory gone: the event below has it
             with suppress(OSError):
                 path.unlink(missing_ok=True)  # that of an attempt before
-            self.emit("not_written", file=VERDICT_FILE, error=error.strerror or str(error))
-        self.emit("verdict", attempt=self._number, **verdict.as_json())
+            self.emit(process_events.NotWritten(file=VERDICT_FILE, error=error.strerror or str(error)))
+        self.emit(process_events.Verdict(attempt=self._number, verdict=verdict.as_json()))
         return verdict
 
     def _decide(self, end: End, verdict: Verdict) -> Again | Stop:
@@ -233,10 +235,11 @@ class Supervisor:
 
     def _goes_on(self, decision: Again, verdict: Verdict, signals: Signals) -> bool:
         """Wait until the command is started again; return False if a signal asks to end meanwhile."""
-        self.emit(
-            "restart", attempt=self._number + 1, cause=decision.cause, why=decision.why,
+        restart = process_events.Restart(
+            attempt=self._number + 1, cause=decision.cause, why=decision.why,
             delay_seconds=decision.delay_seconds, changes=dict(decision.changes),
         )  # fmt: skip
+        self.emit(restart)
         self._environment.update(decision.changes)
         self._copier.say(
             f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; "
@@ -246,7 +249,7 @@ class Supervisor:
         while True:
             for number in signals.take():
                 if number in _ENDING:
-                    self.emit("signal", **{"number": number, "from": "user"})
+                    self.emit(process_events.Signal(number=number))
                     return False
             if (left := deadline - time.monotonic()) <= 0:
                 return True

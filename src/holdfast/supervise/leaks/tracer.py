@@ -17,13 +17,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.events import EventData
+from holdfast.core.process_events import Leak, LeakTrace
 from holdfast.core.text import sanitise
 from holdfast.explain.signatures.leaks import signature_of
 from holdfast.supervise.leaks.census import Census, Frames, Weight
 from holdfast.supervise.leaks.holders import OURS, Holders, Step, file_of, is_a, is_users, text_of
 from holdfast.supervise.leaks.lines import HOOKS, Lines
 
-Leak = tuple[float, dict[str, Any]]
+_Ranked = tuple[float, Leak]
 _Found = tuple[float, int, str, dict[str, Any], Weight]  # rank, index of the target, kind, first facts, weight
 _LOOKS = 4
 _STRIDES = (1, 8)
@@ -40,7 +42,7 @@ _MOST_SECONDS, _MOST_SOURCE_SECONDS = 8.0, 24.0  # of processor time, for walks 
 class LeakTracer:
     """Traces what memory is held by, each time that it is asked to; `emit` records an event."""
 
-    def __init__(self, emit: Callable[..., None]) -> None:
+    def __init__(self, emit: Callable[[EventData], None]) -> None:
         self._emit = emit
         self._answered = self._window = self._until_look = self._steps = 0
         self._census: Census | None = None
@@ -69,9 +71,8 @@ class LeakTracer:
                 else:
                     found = find_leaks(census, frames, stride * (_LOOKS - 1))
         except MemoryError as error:
-            self._emit(
-                "leak_trace", found=0, steps=self._steps, why=str(error) or "no memory left", request=self._answered
-            )
+            why = str(error) or "no memory left"
+            self._emit(LeakTrace(found=0, steps=self._steps, why=why, request=self._answered))
             return
         finally:
             frames.clear()
@@ -84,10 +85,10 @@ class LeakTracer:
             self._window += 1
             self._census, self._until_look = Census(), 1
         else:
-            for _, facts in found or ():
-                self._emit("leak", **facts)
-            facts = {"found": len(found or ()), "steps": self._steps, "seconds": round(self._seconds, 3)}
-            self._emit("leak_trace", **facts, request=self._answered)
+            for _, leak in found or ():
+                self._emit(leak)
+            seconds, request = round(self._seconds, 3), self._answered
+            self._emit(LeakTrace(found=len(found or ()), steps=self._steps, seconds=seconds, request=request))
 
 
 def _running_frames() -> Frames:
@@ -97,8 +98,8 @@ def _running_frames() -> Frames:
     return [frame for frame in found.values() if not frame.f_code.co_filename.startswith(OURS)]
 
 
-def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
-    """Return what has leaked, the largest last: its bytes for each step, roughly, and the facts of its event."""
+def find_leaks(census: Census, frames: Frames, steps: int) -> list[_Ranked]:
+    """Return what has leaked, the largest last: its bytes for each step, roughly, and its event."""
     until = time.thread_time() + _MOST_SECONDS
     holders = Holders(frames, until)
     users = dict.fromkeys(file_of(name) for name in ("__main__", *list(sys.modules)))
@@ -106,7 +107,7 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
     growing = frozenset(key[1] for key in census.grown if key[0] == "length")
     targets: list[Any] = []
     found = sorted(_growing(census, frames, steps, targets), key=lambda each: -each[0])
-    best: dict[str, Leak] = {}
+    best: dict[str, _Ranked] = {}
     for rank, index, kind, facts, weight in found[:_MOST_FOLLOWED]:
         root, path = holders.path_of(targets[index], {id(targets)}, frozenset() if kind == "length" else growing)
         form = _form(kind, root, path, weight)
@@ -117,12 +118,12 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
         held = f"{'a cycle: ' if root == 'cycle' else ''}{text_of(path)}{'[...]' if kind == 'length' else ''}"
         if root == "name" and last.file:
             held += f" in {Path(last.file).name}" + (f", {last.owner}()" if last.kind == "local" else "")
-        facts |= {"form": form, "device": weight.device, "held_by": held, "retained_at": line}
-        facts["signature"] = signature_of(form, on_host=weight.device == "cpu")
-        best.setdefault("cycle" if form == "cycle" else line or held, (rank, facts))  # once, by its heaviest object
+        signature = signature_of(form, on_host=weight.device == "cpu")
+        leak = Leak(form=form, device=weight.device, held_by=held, retained_at=line, signature=signature, **facts)
+        best.setdefault("cycle" if form == "cycle" else line or held, (rank, leak))  # once, by its heaviest object
     targets.clear()
     most = max((rank for rank, _ in best.values()), default=0.0)
-    leaks = [leak for leak in best.values() if leak[0] >= max(_LEAST_SHARE * most, min(_LEAST_BYTES, most))]
+    leaks = [each for each in best.values() if each[0] >= max(_LEAST_SHARE * most, min(_LEAST_BYTES, most))]
     return leaks[:_MOST_EMITTED][::-1]
 
 

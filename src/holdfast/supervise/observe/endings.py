@@ -14,10 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.core.raised import describe_exception, printable
 from holdfast.supervise.observe.importing import ImportWatch
+
+if TYPE_CHECKING:
+    from holdfast.core.events import EventData
 
 _FIRST = 1_000_000  # before the finalizers of multiprocessing, which wait for queues and children
 _OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - as it stands in a frame
@@ -27,7 +30,7 @@ class Endings:
     """Watch for the end of this process."""
 
     def __init__(
-        self, emit: Callable[..., None], leaves: Callable[[str, int | None, str], None], watch: ImportWatch
+        self, emit: Callable[[EventData], None], leaves: Callable[[str, int | None, str], None], watch: ImportWatch
     ) -> None:
         self._emit, self._leaves = emit, leaves
         self._begin()
@@ -67,8 +70,10 @@ class Endings:
 
     def _record(self, error: BaseException, traceback: TracebackType | None, thread: str, *, fatal: bool) -> None:
         with suppress(Exception):  # `emit` notes what goes wrong, and the script's own hook must be called
+            from holdfast.core.process_events import ExceptionRaised  # not at every start of a process
+
             facts = describe_exception(error, traceback, without=_OURS)
-            self._emit("exception", **facts, thread=thread, fatal=fatal)
+            self._emit(ExceptionRaised(**facts, thread=thread, fatal=fatal))
 
     def _on_threading(self, threading: Any) -> None:
         previous = threading.excepthook

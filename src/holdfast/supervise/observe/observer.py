@@ -32,6 +32,7 @@ from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.stacks import Stacks
 
 if TYPE_CHECKING:
+    from holdfast.core.events import EventData
     from holdfast.recorder.black_box import EventRing
     from holdfast.supervise.observe.steps import Steps
 
@@ -76,7 +77,7 @@ class Observer:
         self._stacks.watch()
         self._endings = Endings(self.emit, self._leaves, self.watch)
         os.register_at_fork(after_in_child=self._after_fork)
-        on_recording(lambda path: self.emit("guard", path=str(path)))
+        on_recording(self._on_guard)
         self.watch.when_imported("torch", self._on_torch)
 
     def _forget(self) -> None:
@@ -139,10 +140,10 @@ class Observer:
 
     # --- what happens: never an error, since nothing of ours may stop the script ------------------------------------
 
-    def emit(self, kind: str, **facts: Any) -> None:
+    def emit(self, data: EventData) -> None:
         """Record an event; from any thread."""
         try:
-            # Here, since most processes without torch have no events: the two take 7 ms.
+            # Here, as the classes elsewhere: most processes without torch have no events, and these take 20 ms.
             from holdfast.core.events import Event
             from holdfast.recorder.black_box import EventRing
 
@@ -150,7 +151,9 @@ class Observer:
                 if self._events is None:
                     self._events = EventRing(self._own_folder())
                 step = self.board.step
-                self._events.event(Event(kind=kind, global_step=step, unix_seconds=time.time(), data=facts))
+                self._events.event(
+                    Event(kind=data.kind, global_step=step, unix_seconds=time.time(), data=data.facts())
+                )
         except Exception as error:  # noqa: BLE001 - as above
             self.failed(error)
 
@@ -182,17 +185,25 @@ class Observer:
                 self._steps.finish()
             self.board.enter(Phase.ENDING)
             if not self._has_left and (self._events is not None or status):
-                self.emit("exiting", how=how, status=status, **({"said": said} if said else {}))
+                from holdfast.core import process_events
+
+                self.emit(process_events.Exiting(how=how, status=status, said=said or None))
             self._has_left = True
         except Exception as error:  # noqa: BLE001 - as above
             self.failed(error)
 
+    def _on_guard(self, path: Path) -> None:
+        from holdfast.core import process_events
+
+        self.emit(process_events.Guard(path=str(path)))
+
     def _on_torch(self, torch: Any) -> None:
+        from holdfast.core import process_events
         from holdfast.supervise.observe.hooks import install
 
         self._torch = str(torch.__version__)
         self._describe()
-        self.emit("torch_imported", version=self._torch)
+        self.emit(process_events.TorchImported(version=self._torch))
         self._steps = install(torch, self)
 
     def _after_fork(self) -> None:

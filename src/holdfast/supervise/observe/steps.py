@@ -19,6 +19,7 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVarTuple
 
+from holdfast.core.process_events import StepsNotRecorded
 from holdfast.recorder.progress import Phase, SampleRing
 from holdfast.supervise.observe.values import MemoryReadings, OnItsWay, ValueReader
 
@@ -237,7 +238,7 @@ class Steps:
             except OSError as error:
                 self._cannot_record = True
                 self.observer.failed(error)
-                self.observer.emit("steps_not_recorded", error=error.strerror or str(error))
+                self.observer.emit(StepsNotRecorded(error=error.strerror or str(error)))
         return self._samples
 
     def _amend(self, samples: SampleRing, number: int, name: str, value: _Value) -> None:

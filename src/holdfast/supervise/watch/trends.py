@@ -14,7 +14,8 @@ from typing import Literal
 
 from holdfast.core.control_groups import memory_available_bytes
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.events import Event
+from holdfast.core.events import Event, EventData
+from holdfast.core.process_events import MemoryTrend
 from holdfast.core.text import duration, size
 from holdfast.explain.signatures.leaks import signature_of
 from holdfast.memory.leaks import Growth, Reading, find_growth
@@ -47,7 +48,7 @@ class Trends:
         self,
         run: Path,
         *,
-        emit: Callable[..., None],
+        emit: Callable[[EventData], None],
         clock: Callable[[], float] = time.monotonic,
         available_bytes: Callable[[], int | None] = memory_available_bytes,
         say: Callable[[str], None] = lambda _: None,
@@ -95,7 +96,7 @@ class Trends:
                 state.suspected.pop(what, None)
                 if what in state.said:
                     del state.said[what]
-                    self._emit("memory_trend", pid=pid, what=what, bytes_per_step=0, minutes_left=None)
+                    self._emit(MemoryTrend(pid=pid, what=what, bytes_per_step=0))
             elif newest[0] >= _SURE_AFTER * state.suspected.setdefault(what, newest[0]):
                 self._on_growth(folder, pid, state, what, growth)
 
@@ -106,12 +107,13 @@ class Trends:
         if not first and (minutes is None or (before is not None and minutes * _AGAIN_AFTER >= before)):
             return
         state.said[what] = minutes
-        self._emit(
-            "memory_trend", pid=pid, what=what, bytes_per_step=round(growth.bytes_per_step),
-            between=[round(growth.low), round(growth.high)], grown_bytes=growth.grown_bytes, steps=growth.steps,
+        trend = MemoryTrend(
+            pid=pid, what=what, bytes_per_step=round(growth.bytes_per_step),
+            between=(round(growth.low), round(growth.high)), grown_bytes=growth.grown_bytes, steps=growth.steps,
             minutes_left=None if minutes is None else round(minutes, 1),
             signature=signature_of("trend", on_host=what == "host"),
         )  # fmt: skip
+        self._emit(trend)
         if first:
             until = "" if minutes is None else f", used up in about {duration(60 * minutes)}"
             where = "memory" if what == "host" else "memory of the device"

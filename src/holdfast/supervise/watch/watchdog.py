@@ -15,7 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.explain.hangs.blame import SIGNATURES_OF, Diagnosis, Hang, Remedy, describe_frame, diagnose_hang
+from holdfast.core import process_events
+from holdfast.core.events import EventData
+from holdfast.core.process_events import Hang, HangSuspected
+from holdfast.explain.hangs.blame import SIGNATURES_OF, Diagnosis, Remedy, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.recorder.progress import Phase
 from holdfast.supervise.process_tree import Process, descendants, read_process, read_table
@@ -39,7 +42,7 @@ class Watchdog:
     Args:
         run: The run directory.
         limits: How long is too long.
-        emit: Records an event, ``emit(kind, **facts)``; called from the watchdog's thread.
+        emit: Records an event; called from the watchdog's thread.
         on_hang: Takes each hang, also one that needs nothing but patience; called from the watchdog's thread.
         say: Prints a line, about what is left alone; called from the watchdog's thread.
         attempt: Number of the attempt; processes of others are passed over.
@@ -52,7 +55,7 @@ class Watchdog:
         run: Path,
         *,
         limits: HangLimits,
-        emit: Callable[..., None],
+        emit: Callable[[EventData], None],
         on_hang: Callable[[Hang], None],
         say: Callable[[str], None] = lambda _: None,
         attempt: int = 0,
@@ -79,7 +82,8 @@ class Watchdog:
             except Exception as error:  # noqa: BLE001 - whatever a stranger's process does, the supervisor goes on
                 failures += 1
                 with suppress(Exception):
-                    self._emit("watchdog_failed", error=f"{type(error).__name__}: {error}"[:500], times=failures)
+                    why = f"{type(error).__name__}: {error}"[:500]
+                    self._emit(process_events.WatchdogFailed(error=why, times=failures))
                 if failures >= _MOST_FAILURES:
                     self._say(f"the watchdog has given up, after {failures} failures in a row: {error}"[:300])
                     return
@@ -88,7 +92,7 @@ class Watchdog:
     def look(self, now: float) -> None:
         """Look once at everything, at a time of the clock."""
         if self._last_look is not None and now - self._last_look > _GAP_SECONDS:
-            self._emit("watchdog_suspended", seconds=round(now - self._last_look, 1))
+            self._emit(process_events.WatchdogSuspended(seconds=round(now - self._last_look, 1)))
             for process in self._watched.alive:
                 process.count_from(now)
         self._watched.look(now)
@@ -113,14 +117,17 @@ class Watchdog:
             if since is not None and now > since and pid not in self._stopped:
                 self._stopped[pid] = since
                 process.count_from(now)
-                about = {"rank": process.info.rank, "phase": process.phase_name}
-                self._emit("process_stopped", pid=pid, step=step, **about)
+                about = process_events.ProcessStopped(
+                    pid=pid, rank=process.info.rank, step=step, phase=process.phase_name
+                )
+                self._emit(about)
                 self._say(f"process {pid} was stopped by a signal at step {step}; `kill -CONT {pid}` lets it go on")
         for pid in [pid for pid in self._stopped if pid not in judged or judged[pid].stopped_since is None]:
             seconds = round(now - self._stopped.pop(pid), 1)
             if pid in judged:
                 judged[pid].count_from(now)
-                self._emit("process_continued", pid=pid, step=judged[pid].standing.step, seconds=seconds)
+                step = judged[pid].standing.step
+                self._emit(process_events.ProcessContinued(pid=pid, step=step, seconds=seconds))
                 self._say(f"process {pid} goes on, after {seconds:g} s")
 
     def _is_paused(self, process: Watched, now: float) -> bool:
@@ -133,7 +140,7 @@ class Watchdog:
             return False
         if found.state == "t" and not process.paused:  # a debugger; what a signal has stopped is reported elsewhere
             process.paused = True
-            self._emit("paused", pid=process.info.pid, phase=process.phase_name)
+            self._emit(process_events.Paused(pid=process.info.pid, phase=process.phase_name))
         process.count_from(now)
         return True
 
@@ -149,10 +156,11 @@ class Watchdog:
 
     def _examine(self, process: Watched, now: float) -> None:
         seconds, limit, progress = process.age(now), process.limit(), process.standing.progress
-        self._emit(
-            "hang_suspected", pid=process.info.pid, rank=process.info.rank, phase=process.phase_name,
-            step=process.standing.step, seconds=round(seconds, 3), limit=round(limit, 3),
+        suspected = process_events.HangSuspected(
+            pid=process.info.pid, rank=process.info.rank, phase=process.phase_name, step=process.standing.step,
+            seconds=round(seconds, 3), limit=round(limit, 3),
         )  # fmt: skip
+        self._emit(suspected)
         group = [each for each in self._watched.judged if each is process or each.is_of_same_group(process)]
         for each in group:  # what is found is found for all of them
             each.look_again(2.0 * each.age(now))
@@ -169,41 +177,41 @@ class Watchdog:
                 # Ranks that do not say that they are ranks: who waits for a slow one is not stuck.
                 self._over(process, taken, "it waits for others, which move")
                 return
-            hang = self._hang(process, found, taken, seconds, limit)
+            hang = self._hang(process, found, taken, suspected)
             for each in group if hang.remedy == "restart" else ():
                 each.look_again(math.inf)
-            self._emit("stacks", pid=hang.blamed_pid, files=list(hang.files), seconds=round(taken.seconds, 3))
-            self._emit("hang", **hang.facts())
+            seconds = round(taken.seconds, 3)
+            self._emit(process_events.Stacks(pid=hang.blamed_pid, files=hang.files, seconds=seconds))
+            self._emit(hang)
             self._on_hang(hang)
             if hang.remedy == "wait" and found.moving and process.info.torch is not None:
                 self._say_left_alone(hang, starting=process.standing.phase is Phase.STARTING)
 
     def _over(self, process: Watched, taken: Taken, why: str) -> None:
         self._stacks.forget(taken)
-        about = {"phase": process.phase_name, "step": process.standing.step, "why": why}
-        self._emit("hang_over", pid=process.info.pid, **about)
+        step = process.standing.step
+        self._emit(process_events.HangOver(pid=process.info.pid, phase=process.phase_name, step=step, why=why))
 
     def _say_left_alone(self, hang: Hang, *, starting: bool) -> None:
         """Say once for each place what computes without progress, and until when it may."""
-        if (hang.kind, hang.frame) in self._said:
+        if (hang.hang_kind, hang.frame) in self._said:
             return
-        self._said.add((hang.kind, hang.frame))
-        seems = "seems to loop" if hang.kind == "Python loop" else "computes without progress"
+        self._said.add((hang.hang_kind, hang.frame))
+        seems = "seems to loop" if hang.hang_kind == "Python loop" else "computes without progress"
         where = f" at {hang.frame}" if hang.frame else ""
         seconds = self._limits.moving_seconds
         until = f" for {seconds / 60:.3g} min" if seconds < math.inf and not starting else ""
         changes = "" if starting else "; --hang-limit moving=SECONDS changes that"
         self._say(f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s now; left alone{until}{changes}")
 
-    def _hang(self, process: Watched, found: Diagnosis, taken: Taken, seconds: float, limit: float) -> Hang:
+    def _hang(self, process: Watched, found: Diagnosis, taken: Taken, suspected: HangSuspected) -> Hang:
         about = found.process
         files = [name for each in taken.processes for name in taken.files.get(each.pid, ())]
         return Hang(
-            pid=process.info.pid, rank=process.info.rank, phase=process.phase_name, step=process.standing.step,
-            seconds=seconds, limit_seconds=limit, kind=found.kind, signature=SIGNATURES_OF[found.kind],
+            **suspected.facts(), hang_kind=found.kind, signature=SIGNATURES_OF[found.kind],
             confidence=found.confidence, blamed_pid=about.pid, blamed_role=about.role,
             frame=describe_frame(found.frame), odd_one_out=found.odd_one_out, sentence=found.sentence,
-            remedy=self._remedy(process, found, seconds),
+            remedy=self._remedy(process, found, suspected.seconds),
             files=tuple(sorted(files, key=lambda name: f"-{about.pid}-" not in name)),
         )  # fmt: skip
 

@@ -9,12 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from holdfast.core.events import EventData
+from holdfast.core.process_events import Hang, WatchingFailed
 from holdfast.supervise.watch.limits import HangLimits
-
-if TYPE_CHECKING:
-    from holdfast.explain.hangs.blame import Hang
 
 _TREND_SECONDS = 10.0  # a slope over minutes is wanted; reading the samples of a run costs some milliseconds
 _JOIN_SECONDS = 5.0  # a dump of stacks may be under way; the thread is a daemon
@@ -26,7 +24,7 @@ def watching(
     attempt: int,
     limits: HangLimits,
     *,
-    emit: Callable[..., None],
+    emit: Callable[[EventData], None],
     on_hang: Callable[[Hang], None],
     say: Callable[[str], None],
 ) -> Iterator[None]:
@@ -50,7 +48,7 @@ def watching(
             body()
         except Exception as error:  # noqa: BLE001 - training goes on unwatched, and the recording says so
             with suppress(Exception):
-                emit("watching_failed", what=name, error=f"{type(error).__name__}: {error}")
+                emit(WatchingFailed(what=name, error=f"{type(error).__name__}: {error}"))
                 say(f"the {name} is not watched any more: {type(error).__name__}: {error}"[:300])
 
     bodies = {"watchdog": watch_progress, "memory trend": follow_memory}
