@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.forecast.allocations import FakeAllocations
 from tests.unit.forecast.emulated import leaf, seen
-from tests.unit.memory.allocations import FakeAllocations
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
