@@ -1,4 +1,4 @@
-"""Faulty programs of the set: one for each rule."""
+"""Faulty programs of the set: one for each kind of fault."""
 
 # ruff: noqa: D102, N812 - the programs are written as users write theirs
 

@@ -1,6 +1,6 @@
 """Healthy programs of the set: neighbours of the faulty ones, which a rule could mistake for them."""
 
-# ruff: noqa: D101, D102, N812 - the programs are written as users write theirs
+# ruff: noqa: D102, N812 - the programs are written as users write theirs
 
 from __future__ import annotations
 
@@ -9,26 +9,10 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
-from torch.distributions import Categorical
 from torch.utils.data import DataLoader, TensorDataset
 
 from evals.not_learning import data, parts
 from evals.not_learning.program import Programs, adam, adamw, healthy, sgd, update
-
-
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 12, 3, padding=1)
-        self.norm1 = nn.BatchNorm2d(12)
-        self.conv2 = nn.Conv2d(12, 24, 3, padding=1)
-        self.norm2 = nn.BatchNorm2d(24)
-        self.fc = nn.Linear(24 * 4, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.norm1(self.conv1(x))), 2)
-        x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
-        return self.fc(x.flatten(1))
 
 
 class LoRALinear(nn.Module):
@@ -64,39 +48,15 @@ class MixtureOfExperts(nn.Module):
         return out
 
 
-class Corridor:
-    """Eight cells in a row; only the right end pays. The state is one-hot."""
-
-    def __init__(self, cells: int = 8) -> None:
-        self.cells = cells
-        self.eye = torch.eye(cells)
-
-    def reset(self) -> Tensor:
-        self.at, self.steps = 0, 0
-        return self.eye[0]
-
-    def step(self, action: int) -> tuple[Tensor, float, bool]:
-        self.at = min(max(self.at + (1 if action else -1), 0), self.cells - 1)
-        self.steps += 1
-        arrived = self.at == self.cells - 1
-        return (self.eye[self.at], 1.0 if arrived else -0.01, arrived or self.steps == 30)
-
-
 class HealthySupervised(Programs):
     """Healthy programs that learn labels or targets by an ordinary loop: classifiers, regressions, schedulers."""
-
-    @healthy
-    def digits_mlp_adam(self) -> None:
-        model = parts.mlp(64, 64, 10)
-        criterion = nn.CrossEntropyLoss()
-        self.fit(model, adam(model, 0.001), data.batches(data.digits(self.seed), 32, 800), criterion)
 
     @healthy
     def digits_cnn_batchnorm(self) -> None:
         """Epochs over a DataLoader, momentum, step decay, and an evaluation after each epoch."""
         x, y, x_val, y_val = data.digits(self.seed)
         loader = DataLoader(TensorDataset(x.view(-1, 1, 8, 8), y), batch_size=50, shuffle=True)
-        net = ConvNet()
+        net = parts.small_cnn()
         optimizer = sgd(net, 0.05, momentum=0.9)
         scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=6, gamma=0.3)
         for _ in self.watched(range(15), net, optimizer, scheduler=scheduler):
@@ -211,16 +171,6 @@ class HealthySupervised(Programs):
         self.fit(model, optimizer, data.batches(data.digits(self.seed), 64, 500), criterion)
 
     @healthy
-    def class_imbalance_weighted(self) -> None:
-        """Three positives in a hundred: many batches hold nothing but negatives."""
-        x = torch.randn(4000, 12)
-        score = x[:, 0] + x[:, 1] * x[:, 2]
-        y = (score > score.quantile(0.97)).float()
-        model = nn.Sequential(*parts.mlp(12, 32, 1), nn.Flatten(0))
-        criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(20.0))
-        self.fit(model, adam(model, 0.003), data.batches((x, y), 32, 800), criterion)
-
-    @healthy
     def little_to_learn(self) -> None:
         """Regression with a correlation of 0.3: the loss can fall by a tenth only."""
         x = torch.randn(3000, 5)
@@ -230,30 +180,9 @@ class HealthySupervised(Programs):
         stream = data.batches((x, y), 64, 600)
         self.descend(model, optimizer, stream, lambda xb, yb: F.mse_loss(model(xb)[:, 0], yb))
 
-    @healthy
-    def noisy_labels(self) -> None:
-        """Half of the labels are random: the loss stays high although the model learns."""
-        x, y = data.blobs(self.seed, samples=4000)
-        y = torch.where(torch.rand(len(y)) < 0.5, torch.randint(0, 5, (len(y),)), y)
-        model = parts.mlp(20, 32, 5)
-        optimizer = sgd(model, 0.05, momentum=0.9, nesterov=True, weight_decay=0.001)
-        for xb, yb in self.watched(data.batches((x, y), 64, 600), model, optimizer):
-            update(optimizer, F.nll_loss(F.log_softmax(model(xb), dim=1), yb))
-
 
 class HealthyTechniques(Programs):
     """Healthy programs with labels and a technique: autocast, freezing, adapters, accumulation, distillation."""
-
-    @healthy
-    def autocast_bf16(self) -> None:
-        model = parts.mlp(64, 128, 10)
-        optimizer = adam(model, 0.001)
-        for xb, yb in self.watched(data.batches(data.digits(self.seed), 64, 500), model, optimizer):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = F.cross_entropy(model(xb), yb)
-            loss.backward()
-            optimizer.step()
 
     @healthy
     def fine_tuning_tiny_lr(self) -> None:
@@ -342,27 +271,6 @@ class HealthyUnusual(Programs):
     """An unusual loop: reinforcement, closures, manual updates, inner loops, several optimizers."""
 
     @healthy
-    def reinforce(self) -> None:
-        env = Corridor(6)
-        policy = nn.Sequential(*parts.mlp(6, 16, 2, act=nn.Tanh), nn.Softmax(dim=-1))
-        for _ in self.watched(range(200), policy, adam(policy, 0.01), objective="reinforcement"):
-            state, done = env.reset(), False
-            log_probs, rewards = [], []
-            while not done:
-                choice = Categorical(policy(state))
-                action = choice.sample()
-                log_probs.append(choice.log_prob(action))
-                state, reward, done = env.step(int(action))
-                rewards.append(reward)
-            total, returns = 0.0, []
-            for reward in reversed(rewards):
-                total = reward + 0.97 * total
-                returns.insert(0, total)
-            weights = torch.tensor(returns)
-            weights = (weights - weights.mean()) / (weights.std(correction=0) + 1e-08)
-            self.update(-(torch.stack(log_probs) * weights).sum())
-
-    @healthy
     def lbfgs_closure(self) -> None:
         x, y = data.curve(self.seed, samples=300)
         model = parts.mlp(8, 32, 1, act=nn.Tanh).double()
@@ -427,44 +335,6 @@ class HealthyUnusual(Programs):
             z = encode(images)
             z = z + (z.round() - z).detach()
             self.update(F.binary_cross_entropy_with_logits(decode(z), images))
-
-
-class HealthySequences(Programs):
-    """Language models, recurrent nets, attention, alignment-free speech-like losses."""
-
-    @healthy
-    def conv1d_audio_events(self) -> None:
-        """Raw waves at full 16-bit scale go through a BatchNorm first, so their size does not matter."""
-        net = nn.Sequential(
-            nn.BatchNorm1d(1),
-            nn.Conv1d(1, 16, 15, stride=4),
-            nn.ReLU(),
-            nn.Conv1d(16, 16, 7, stride=2),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool1d(4),
-            nn.Flatten(),
-            nn.Linear(64, 4),
-        )
-        time = torch.arange(256) / 256
-        for _ in self.watched(range(400), net, sgd(net, 0.05, momentum=0.9)):
-            kinds = torch.randint(0, 4, (32,))
-            phase = torch.rand(32, 1) * 2 * torch.pi
-            waves = torch.sin(2 * torch.pi * (4 + 6 * kinds[:, None]) * time + phase) + torch.randn(32, 256)
-            logits = net(waves[:, None] * 8000)
-            self.update(F.cross_entropy(logits, kinds))
-
-    @healthy
-    def variable_lengths_packed(self) -> None:
-        lstm = nn.LSTM(4, 32, bidirectional=True, batch_first=True)
-        head = nn.Linear(64, 1)
-        model = nn.ModuleList([lstm, head])
-        for _ in self.watched(range(250), model, adam(model, 0.005)):
-            lengths = torch.randint(2, 12, (32,))
-            x = torch.randn(32, 12, 4) * (torch.arange(12) < lengths[:, None])[..., None]
-            y = x[:, :, 0].sum(1) / lengths.sqrt()
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            _, (last, _) = lstm(packed)
-            self.update(F.mse_loss(head(torch.cat([last[0], last[1]], 1)).squeeze(1), y))
 
 
 class HealthyRepresentation(Programs):
