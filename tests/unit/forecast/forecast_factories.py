@@ -140,9 +140,7 @@ def own_step_of_a_size() -> dict[str, Any]:
 
 def of_length(length: int = 16, micro_batch_size: int = 2) -> dict[str, Any]:
     """Take length and size as parameters."""
-    model = (
-        nn.Linear(length, 4) if os.environ.get("FORECAST_WIDE") else nn.LazyLinear(4) if False else nn.Linear(8, 4)
-    )
+    model = nn.Linear(8, 4)
     return _job(model, torch.randn(micro_batch_size, 3, length, 8), lambda batch: model(batch).mean())
 
 

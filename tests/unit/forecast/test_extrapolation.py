@@ -64,17 +64,6 @@ def test_a_step_that_grows_by_whole_bytes_is_reproduced_exactly(
     assert live_peak(got) == live_peak(expected)
 
 
-def test_a_peak_that_moves_is_exact_where_the_secant_is_far_too_low() -> None:
-    """A step that peaks in the optimizer at small sizes and in the model at large ones is predicted exactly."""
-    program: list[Block] = [(Layer("linear", 400), Layer("gelu", 1600), Layer("linear", 400))] * 4
-    make = lambda size: make_step(program, size, optimizer_bytes=300_000)  # noqa: E731
-    scaled = fit([make(2), make(4)])
-    truth = live_peak(make(128))
-    secant = live_peak(make(2)) + (live_peak(make(4)) - live_peak(make(2))) / 2 * 126
-    assert live_peak(scaled.at(128)) == truth
-    assert secant < 0.6 * truth
-
-
 def test_sizes_that_grow_unevenly_are_rounded_up_and_said() -> None:
     """A storage that grows by a fraction of a byte per sample is rounded up, and the share of such is said."""
     base = one_storage_each(2)
