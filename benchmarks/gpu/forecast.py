@@ -1,20 +1,15 @@
-"""The forecast on a CUDA device: its error, and whether its plans hold.
+"""The forecast on a CUDA device: its error.
 
 How: every job of `forecast_models` is forecast in fp32, bf16 and fp16 from traces at 2 and 4 samples, in processes
-beside this one and without the device, for the largest power of two of samples that stays below 3 GiB. Then
-
-- it really trains for three steps, and ``max_memory_allocated`` and what the process takes of the device (all that
-  is taken, so nobody else may use it) are compared with the forecast;
-- for some jobs plans are chosen for devices that give the allocator 8 to 80 GiB, emulated by
-  ``set_per_process_memory_fraction``: the plan must come through, and with a ninth more samples memory should run
-  out.
+beside this one and without the device, for the largest power of two of samples that stays below 3 GiB. Then it really
+trains for three steps, and ``max_memory_allocated`` and what the process takes of the device (all that is taken, so
+nobody else may use it) are compared with the forecast.
 
 The script ends after 9 minutes at most; what was not reached by then is said. Jobs that make their own step run in
 fp32 only.
 
 To reach: error of ``max_memory_allocated`` for transformers at most 1.5 % in the median and 5 % in the 95th
-percentile, for CNNs and RNNs 10 % in the 95th; at most 1 % of the plans run out of memory, and 90 % of them reach
-90 % of what really fits.
+percentile, for CNNs and RNNs 10 % in the 95th.
 """
 
 from __future__ import annotations
@@ -26,27 +21,26 @@ import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
 
 from benchmarks.forecast_models import Model, find_models
-from benchmarks.gpu.forecast_decisions import GIB, Prediction, Verdict, judge, predict
-from benchmarks.gpu.forecast_jobs import Outcome, Plan, run
-from benchmarks.results_file import Result, percentile, read_options
-from holdfast.core.errors import PolicyError
-from holdfast.forecast.devices.catalogue import Device, find_device
+from benchmarks.gpu.forecast_jobs import Outcome, Plan, model_named, run
+from benchmarks.results_file import Result, percentile, read_options, without_paths
+from holdfast.core.errors import HoldfastError, PolicyError
+from holdfast.forecast.devices.catalogue import GIB, Device, find_device
+from holdfast.forecast.job.tracing import trace_job
+from holdfast.forecast.plan.fit import check_fit
+from holdfast.forecast.trace.events import live_peak, played, variants_played
+from holdfast.forecast.trace.extrapolation import fit
 
 _SECONDS = 9 * 60.0
 _SECONDS_LEFT_TO_WRITE = 20.0
-_SHARE_FOR_ERRORS = 0.5  # of the time; the rest is for decisions
 _TARGET_BYTES = 3 * GIB
-_CAPS_GIB = (8, 16, 24, 40, 80)
 _PRECISIONS = ("fp32", "bf16", "fp16")
-_DECIDED = (
-    "llama_sdpa", "resnet", "encoder", "pegasus", "unet", "tacotron", "bert", "vae", "gpt2", "lstm", "vit",
-    "whisper", "llama_eager", "t5",
-)  # fmt: skip
+_TRACED = (2, 4)
+_MOST_SAMPLES = 1 << 16  # beyond it kernels meet limits of their own that are not memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +68,6 @@ class Row:
         return 100 * (float(getattr(self.plan, what)) / getattr(self.outcome, what) - 1)
 
 
-@dataclass(slots=True, kw_only=True)
-class Session:
-    """What is known while the script runs.
-
-    Args:
-        device: The catalogue's entry, or a calibrated one.
-        started: By the monotonic clock.
-        rows: Of all jobs so far.
-        verdicts: Of all plans so far.
-    """
-
-    device: Device
-    started: float = field(default_factory=time.monotonic)
-    rows: list[Row] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
-
-    def seconds_left(self) -> float:
-        """Return what is left of the time."""
-        return self.started + _SECONDS - _SECONDS_LEFT_TO_WRITE - time.monotonic()
-
-
 def jobs_of(models: list[Model], precisions: tuple[str, ...]) -> Iterator[tuple[Model, str]]:
     """Yield each job with the precisions that it can run in."""
     for precision in precisions:
@@ -112,32 +85,53 @@ def device_here() -> Device:
     return found
 
 
-def measure_errors(
-    session: Session, pool: ProcessPoolExecutor, models: list[Model], precisions: tuple[str, ...]
-) -> None:
+def predict(name: str, precision: str, device: Device) -> Plan | str:
+    """Return a run of a job that needs about `_TARGET_BYTES`, with its forecast; a text says why there is none."""
+    try:
+        scaled = fit(trace_job(model_named(name).request(precision=precision, sizes=_TRACED)).traces)
+    except HoldfastError as error:
+        return without_paths(f"{type(error).__name__}: {error}".splitlines()[0])
+    size = _TRACED[0]
+    while 2 * size <= _MOST_SAMPLES and live_peak(scaled.at(2 * size)) <= _TARGET_BYTES:
+        size *= 2
+    trace = scaled.at(size)
+    found = check_fit(*played(trace, 3), device, margin_bytes=0)
+    return Plan(
+        model=name,
+        precision=precision,
+        micro_batch_size=size,
+        optimizer=next((variant.name for variant in variants_played(trace)), ""),
+        allocated_bytes=found.replay.peak_allocated_bytes,
+        process_bytes=found.process_bytes,
+    )
+
+
+def measure(
+    device: Device, pool: ProcessPoolExecutor, models: list[Model], precisions: tuple[str, ...], seconds: float
+) -> list[Row]:
     """Forecast and run all jobs, each as soon as its forecast is there."""
-    waiting: dict[Future[Prediction], tuple[Model, str]] = {
-        pool.submit(predict, model.name, precision, session.device, _TARGET_BYTES): (model, precision)
+    waiting: dict[Future[Plan | str], tuple[Model, str]] = {
+        pool.submit(predict, model.name, precision, device): (model, precision)
         for model, precision in jobs_of(models, precisions)
     }
-    until = max(1.0, session.seconds_left() * _SHARE_FOR_ERRORS)
+    rows: list[Row] = []
     with contextlib.suppress(TimeoutError):
-        for done in as_completed(list(waiting), timeout=until):
-            session.rows.append(_row(*waiting.pop(done), done.result()))
-            print(f"  {_told(session.rows[-1])}", flush=True)
+        for done in as_completed(list(waiting), timeout=seconds):
+            rows.append(_row(*waiting.pop(done), done.result()))
+            print(f"  {_told(rows[-1])}", flush=True)
     for future, (model, precision) in waiting.items():
         future.cancel()
-        row = Row(model=model.name, family=model.family, precision=precision, failed="no time was left")
-        session.rows.append(row)
+        rows.append(Row(model=model.name, family=model.family, precision=precision, failed="no time was left"))
+    return rows
 
 
-def _row(model: Model, precision: str, prediction: Prediction) -> Row:
+def _row(model: Model, precision: str, plan: Plan | str) -> Row:
     named = {"model": model.name, "family": model.family, "precision": precision}
-    if prediction.plan is None:
-        return Row(**named, failed=f"no forecast: {prediction.failed}")
-    outcome = run(prediction.plan)
+    if isinstance(plan, str):
+        return Row(**named, failed=f"no forecast: {plan}")
+    outcome = run(plan)
     failed = "" if outcome.ended == "done" else f"no run: {outcome.ended}"
-    return Row(**named, plan=prediction.plan, outcome=outcome, failed=failed)
+    return Row(**named, plan=plan, outcome=outcome, failed=failed)
 
 
 def _told(row: Row) -> str:
@@ -150,30 +144,10 @@ def _told(row: Row) -> str:
     )
 
 
-def measure_decisions(session: Session, pool: ProcessPoolExecutor, names: tuple[str, ...]) -> None:
-    """Choose plans and run them until the time is over."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    caps = tuple(cap * GIB for cap in _CAPS_GIB if cap * GIB < total - session.device.context_bytes)
-    waiting = [
-        pool.submit(predict, name, precision, session.device, _TARGET_BYTES, caps)
-        for precision in _PRECISIONS[:2]
-        for name in names
-    ]
-    with contextlib.suppress(TimeoutError):
-        for done in as_completed(waiting, timeout=max(1.0, session.seconds_left())):
-            for cap, plan in done.result().chosen.items():
-                if plan is None or session.seconds_left() < 0:
-                    continue
-                session.verdicts.append(judge(plan, cap, run))
-                print(f"  {cap // GIB} GiB {session.verdicts[-1]}", flush=True)
-    for future in waiting:
-        future.cancel()
-
-
-def add_errors(session: Session, result: Result) -> None:
+def add_errors(every: list[Row], result: Result) -> None:
     """Add the figures of all jobs."""
-    rows = [row for row in session.rows if not row.failed]
-    result.add_count("forecast and run", len(rows), len(session.rows), expected=len(session.rows))
+    rows = [row for row in every if not row.failed]
+    result.add_count("forecast and run", len(rows), len(every), expected=len(every))
     for family, median, p95 in (
         ("transformer", 1.5, 5.0),
         ("CNN", None, 10.0),
@@ -194,25 +168,7 @@ def add_errors(session: Session, result: Result) -> None:
                     f"{family}: 95th percentile of the error of {title}", "%", [percentile(sizes, 0.95)],
                     at_most=goals[1], digits=3,
                 )  # fmt: skip
-    result.samples["jobs"] = [asdict(row) for row in session.rows]
-
-
-def add_decisions(session: Session, result: Result) -> None:
-    """Add the figures of all plans."""
-    verdicts = session.verdicts
-    if not verdicts:
-        result.notes.append("no plan was tried: no time was left")
-        return
-    share = 100 * sum(verdict.ran_out for verdict in verdicts) / len(verdicts)
-    result.add_count("plans tried", len(verdicts), len(verdicts))
-    result.add_count("plans that came through", sum(verdict.ended == "done" for verdict in verdicts), len(verdicts))
-    result.add_samples("plans that ran out of memory", "%", [share], at_most=1.0)
-    known = [verdict.close for verdict in verdicts if verdict.close is not None]
-    if known:
-        result.add_samples(
-            "plans below 90 % of what really fits", "%", [100 * known.count(False) / len(known)], at_most=10.0
-        )
-    result.samples["plans"] = [asdict(verdict) for verdict in verdicts]
+    result.samples["jobs"] = [asdict(row) for row in every]
 
 
 def main() -> None:
@@ -223,29 +179,21 @@ def main() -> None:
         return
     models, notes = find_models(quick=options.quick)
     precisions = _PRECISIONS[:1] if options.quick else _PRECISIONS
-    session = Session(device=device_here())
-    parameters = {
-        "models": len(models),
-        "precisions": precisions,
-        "caps_gib": _CAPS_GIB,
-        "device": session.device.name,
-    }
+    device = device_here()
+    parameters = {"models": len(models), "precisions": precisions, "device": device.name}
     result = Result(options=options, parameters=parameters)
     result.notes += notes
-    workers = max(1, (os.cpu_count() or 2) - 2)
+    started, workers = time.monotonic(), max(1, (os.cpu_count() or 2) - 2)
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     try:
         run(Plan(model="mlp", precision="fp32", micro_batch_size=2))  # the first step loads kernels, makes workspaces
-        measure_errors(session, pool, models, precisions)
-        if not options.quick:
-            names = {model.name for model in models}
-            measure_decisions(session, pool, tuple(name for name in _DECIDED if name in names))
+        left = _SECONDS - _SECONDS_LEFT_TO_WRITE - (time.monotonic() - started)
+        rows = measure(device, pool, models, precisions, left)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():  # what they still compute, nobody will ask for
             child.terminate()
-    add_errors(session, result)
-    add_decisions(session, result)
+    add_errors(rows, result)
     result.write()
 
 

@@ -1,14 +1,11 @@
-"""Jobs of `forecast_models`, really trained on a CUDA device: what they need, and if they fit under a cap."""
+"""Jobs of `forecast_models`, really trained on a CUDA device: what they need."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.forecast_models import MODELS, Model, Parts, modules_of, optimizers_of, train_step
@@ -20,7 +17,6 @@ _FLAGS = {
     "foreach": {"fused": False, "foreach": True},
     "for-loop": {"fused": False, "foreach": False},
 }
-OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +28,6 @@ class Plan:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         micro_batch_size: Samples.
         optimizer: Implementation, as `Variant.name`.
-        modules: Names of those that are recomputed.
         allocated_bytes: Forecast of ``max_memory_allocated``.
         process_bytes: Forecast of what the process takes of the device.
     """
@@ -41,7 +36,6 @@ class Plan:
     precision: str
     micro_batch_size: int
     optimizer: str = ""
-    modules: tuple[str, ...] = ()
     allocated_bytes: int = 0
     process_bytes: int = 0
 
@@ -69,23 +63,16 @@ def model_named(name: str) -> Model:
     return next(model for model in MODELS if model.name == name)
 
 
-def run(plan: Plan, cap_bytes: int | None = None) -> Outcome:
-    """Train a job for a few steps in this process.
-
-    Args:
-        plan: How.
-        cap_bytes: What torch's allocator may take; None for all.
-    """
+def run(plan: Plan) -> Outcome:
+    """Train a job for a few steps in this process."""
     _free_everything()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(1.0 if cap_bytes is None else min(1.0, cap_bytes / total))
     try:
         job = build(plan)
         _free_everything()  # what building left behind is not the step's
         train(plan, job)
         ended = "done"
     except torch.OutOfMemoryError:
-        ended = OUT_OF_MEMORY
+        ended = "out of memory"
     except RuntimeError as error:  # such as a grid that is too large for a kernel
         ended = without_paths(f"{type(error).__name__}: {error}".splitlines()[0])
     torch.cuda.synchronize()
@@ -96,7 +83,6 @@ def run(plan: Plan, cap_bytes: int | None = None) -> Outcome:
         reserved_bytes=torch.cuda.max_memory_reserved(),
         process_bytes=all_bytes - free,
     )
-    torch.cuda.set_per_process_memory_fraction(1.0)
     job = None
     _free_everything()
     return outcome
@@ -108,47 +94,27 @@ def _free_everything() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def build(plan: Plan, device: str = "cuda") -> Parts:
+def build(plan: Plan) -> Parts:
     """Build a job as users do: on the host, then to the device; the batch is made there, where that is quick."""
     torch.manual_seed(0)
     job = model_named(plan.model).build(2)
     for module in modules_of(job):
-        module.to(device)
+        module.to("cuda")
     for optimizer in optimizers_of(job):
         for group in optimizer.param_groups:
             group.update({key: value for key, value in _FLAGS.get(plan.optimizer, {}).items() if key in group})
     size = plan.micro_batch_size
-    job["batch"] = tree_map_only(torch.Tensor, lambda tensor: _resized(tensor, size, device), job["batch"])
+    job["batch"] = tree_map_only(torch.Tensor, lambda tensor: _resized(tensor, size), job["batch"])
     return job
 
 
-def _resized(tensor: torch.Tensor, size: int, device: str) -> torch.Tensor:
+def _resized(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Return a batch of so many samples, all like the first, with memory of their own."""
-    return tensor[:1].to(device).expand(size, *tensor.shape[1:]).contiguous()
+    return tensor[:1].to("cuda").expand(size, *tensor.shape[1:]).contiguous()
 
 
-def train(plan: Plan, job: Parts, device: str = "cuda") -> None:
+def train(plan: Plan, job: Parts) -> None:
     """Make a few steps of a job that `build` has built."""
-    scaler = torch.amp.GradScaler(device) if plan.precision == "fp16" else None
-    with recomputing_modules(job, plan.modules, device):
-        for _ in range(STEPS):
-            train_step(model_named(plan.model), job, job["batch"], plan.precision, scaler)
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def recomputing_modules(job: Parts, names: tuple[str, ...], device: str) -> Iterator[None]:
-    """Recompute modules by name while the context lasts."""
-    from holdfast.memory.recompute import recomputing
-
-    models = job["model"] if isinstance(job["model"], dict) else {"": job["model"]}
-    known = {
-        ".".join(filter(None, (prefix, name))): module
-        for prefix, model in models.items()
-        for name, module in model.named_modules()
-    }
-    blocks: list[nn.Module] = [known[name] for name in names]
-    random = torch.cuda if device == "cuda" else torch
-    with recomputing(blocks, random.get_rng_state, random.set_rng_state):
-        yield
+    scaler = torch.amp.GradScaler("cuda") if plan.precision == "fp16" else None
+    for _ in range(STEPS):
+        train_step(model_named(plan.model), job, job["batch"], plan.precision, scaler)

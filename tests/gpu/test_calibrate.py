@@ -8,17 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from tests.gpu.marks import NEEDS_CUDA
 
-from holdfast.forecast.devices.calibration import calibrate
 from holdfast.forecast.devices.catalogue import find_device
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA device: run `make gpu` on a machine with one"
-    ),
-]
+pytestmark = NEEDS_CUDA
 
 RECORDING = """
 import sys, torch
@@ -69,9 +63,3 @@ def test_the_simulator_asks_for_the_same_segments(mode: str, allowed: int) -> No
     command = [sys.executable, "-c", RECORDING, mode, str(allowed)]
     environment = os.environ | {"PYTORCH_ALLOC_CONF": setting, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run(command, check=True, timeout=180, env=environment)
-
-
-def test_an_index_that_is_not_there() -> None:
-    """A device index beyond this machine's devices is refused with their count."""
-    with pytest.raises(ValueError, match="this machine has"):
-        calibrate(torch.cuda.device_count())

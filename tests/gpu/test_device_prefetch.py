@@ -13,17 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.marks import NEEDS_CUDA
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.loader.device_prefetch import prefetched
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA device: run `make gpu` on a machine with one"
-    ),
-]
+pytestmark = NEEDS_CUDA
 _CYCLES = 20_000_000  # about 10 ms
 _NUMBERS = 2**20
 
@@ -51,18 +47,6 @@ def test_a_slow_consumer_reads_whole_batches_and_no_later_ones() -> None:
         sums.append(batch.double().sum())
         del batch
     assert [float(found) for found in sums] == [number * _NUMBERS for number in range(40)]
-
-
-def test_a_consumer_on_a_stream_of_its_own_reads_whole_batches() -> None:
-    """The stream that is current when a batch is asked for is the one that waits for it."""
-    stream, sums = torch.cuda.Stream(), []
-    with torch.cuda.stream(stream):
-        for batch in prefetched(pinned(20), "cuda:0"):
-            torch.cuda._sleep(_CYCLES)
-            sums.append(batch.double().sum())
-            del batch
-    stream.synchronize()
-    assert [float(found) for found in sums] == [number * _NUMBERS for number in range(20)]
 
 
 @pytest.mark.usefixtures("no_host_sync")
@@ -96,15 +80,6 @@ def test_the_next_copy_is_under_way_while_a_batch_is_worked_on() -> None:
     next(items)
     assert [reference() is not None for reference in alive] == [False, False, True]
     items.close()
-
-
-def test_closing_early_lets_no_copy_go_on() -> None:
-    """After `close` every copy has ended, and so may the life of its source."""
-    items = prefetched(pinned(4), "cuda")
-    torch.cuda._sleep(50 * _CYCLES)
-    next(items)
-    items.close()
-    assert torch.cuda.current_stream().query()
 
 
 def test_a_loader_with_workers_and_odd_leaves() -> None:

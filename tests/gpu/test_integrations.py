@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.marks import NEEDS_CUDA
 from tests.integrations.hugging_face import make_gpt2, make_trainer, samples
 from torch import nn
 from torch.nn import functional as F
 
 pytestmark = [
-    pytest.mark.gpu,
+    *NEEDS_CUDA,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA device: run `make gpu` on a machine with one"
-    ),
     pytest.mark.filterwarnings("ignore"),  # of the frameworks
 ]
 BATCHES, SIZE = 8, 16

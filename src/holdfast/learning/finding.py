@@ -65,7 +65,8 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
         if cause not in EXPLAINS.get(symptom, ())
     }
     found = [demoted(finding, explained.get(finding.rule)) for finding in unique.values()]
-    return sorted(found, key=_rank)
+    # A symptom of level error still comes after a cause of level advice: the cause is what can be fixed.
+    return sorted(found, key=lambda f: (f.severity == "note", f.kind, _SEVERITIES.index(f.severity), -f.confidence))
 
 
 def demoted(finding: Finding, cause: str | None) -> Finding:
@@ -89,12 +90,6 @@ def with_origin(finding: Finding, traced: str | None) -> Finding:
     begins = f"{finding.fix.rstrip('.')}. Look" if finding.rule == "H806" else "look"
     fix = f"{begins} at the origin of the newest such step, from the event nonfinite_origin: {traced}."
     return dataclasses.replace(finding, fix=fix, evidence={**finding.evidence, "traced": traced})
-
-
-def _rank(finding: Finding) -> tuple[bool, bool, int, float]:
-    # A symptom of level error still comes after a cause of level advice: the cause is what can be fixed.
-    is_note, is_symptom = finding.severity == "note", finding.kind == "symptom"
-    return is_note, is_symptom, _SEVERITIES.index(finding.severity), -finding.confidence
 
 
 # What a run that gets nowhere looks like, whatever the reason.

@@ -28,7 +28,6 @@ _MOST_COLUMNS = 4096
 _MOST_LABELS = 65536
 _ROWS = 256
 """Rows of an input that are looked at: enough for a yes or no, and little work beside the loss itself."""
-_KEPT = 400
 
 # Nodes of the graph that move values without changing them, so that the node behind them is the real source.
 _MOVES = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Select", "Slice")
@@ -128,7 +127,8 @@ class FunctionMode(TorchFunctionMode):
             plain = plain and kwargs.get("pos_weight") is None and not (len(args) > 2 and args[2] is not None)
             place.note_targets(target, ignored=kwargs.get("ignore_index", -100))
             value = result.detach().float()
-            value = value / _items_of(name, given, target) if reduction == "sum" else value.mean()
+            items = max(1, target.numel() if name in _CLASS_LOSSES else given.numel())
+            value = value / items if reduction == "sum" else value.mean()
             place.note_value(float(value), comparable=plain and kwargs.get("beta", 1.0) == 1.0)
         if name != "kl_div" and reduction != "none":
             # Seen when backward comes by: the sign with which the loss enters the whole.
@@ -179,11 +179,11 @@ def _likelihood_sign(gradient: Tensor) -> float:
 
 
 class LossObserver:
-    """What was seen at one call of one loss function, step after step."""
+    """What was seen at one call of one loss function, step after step: `known`, completed by `facts`."""
 
     def __init__(self, function: str) -> None:
         self._function = function
-        self._facts = LossFacts(function=function)
+        self.known = LossFacts(function=function)
         self._comparable = True  # with the loss of a constant
         self._labels: Counter[int] = Counter()
         self._distinct: list[tuple[int, int]] = []  # labels of a batch: different ones, all
@@ -194,24 +194,20 @@ class LossObserver:
 
     def note(self, flags: dict[str, bool], *, shapes: str = "") -> None:
         """Count the flags that are true."""
-        self._facts.flags.update(key for key, value in flags.items() if value)
-        self._facts.shapes = shapes or self._facts.shapes
-
-    def note_call(self) -> None:
-        """Count a call."""
-        self._facts.calls += 1
+        self.known.flags.update(key for key, value in flags.items() if value)
+        self.known.shapes = shapes or self.known.shapes
 
     def note_sign(self, value: float) -> None:
         """Add the factor with which the loss enters the whole."""
         if math.isfinite(value) and value != 0:
-            self._facts.signs.append(1 if value > 0 else -1)
+            self.known.signs.append(1 if value > 0 else -1)
 
     def note_value(self, value: float, *, comparable: bool) -> None:
         """Keep the mean loss of a call; `comparable` if a constant's loss is on the same scale."""
         self._comparable = self._comparable and comparable
         if math.isfinite(value):
-            self._facts.first = value if self._facts.first is None else self._facts.first
-            append_newest(self._facts.values, value, _KEPT)
+            self.known.first = value if self.known.first is None else self.known.first
+            append_newest(self.known.values, value)
 
     def note_targets(self, target: Tensor, *, ignored: int) -> None:
         """Add the targets of a call to what the best constant is computed from."""
@@ -220,15 +216,11 @@ class LossObserver:
             counted = Counter(labels[labels != ignored].tolist())
             self._labels.update(counted)
             if target.dim() == 1:
-                self._add_distinct(len(counted), sum(counted.values()))
+                append_newest(self._distinct, (len(counted), sum(counted.values())))
         elif target.dtype.is_complex or self._function == "kl_div" or self._function in _CLASS_LOSSES:
             self._comparable = False
         else:
             self._add_columns(target.detach())
-
-    def _add_distinct(self, different: int, size: int) -> None:
-        self._distinct.append((different, size))
-        del self._distinct[:-_KEPT]
 
     def _add_columns(self, target: Tensor) -> None:
         wide = target.reshape(target.shape[0], -1).double() if target.dim() else target.reshape(1, 1).double()
@@ -243,15 +235,15 @@ class LossObserver:
         self._sums, self._squares = self._sums + sums, self._squares + squares
         self._count += wide.shape[0]
         if self._function == "mse_loss":
-            append_newest(self._facts.target_sizes, float(wide.abs().max()), _KEPT)
+            append_newest(self.known.target_sizes, float(wide.abs().max()))
         if self._function == "l1_loss":
             self._deviations.append(float((wide - wide.median(0).values).abs().mean()))
         if self._function in _BINARY and wide.shape[1] == 1:
-            self._add_distinct(len(set(wide.flatten().tolist())), wide.shape[0])
+            append_newest(self._distinct, (len(set(wide.flatten().tolist())), wide.shape[0]))
 
     def facts(self) -> LossFacts:
         """Return what was seen."""
-        facts, distinct = self._facts, [n for n, _ in self._distinct]
+        facts, distinct = self.known, [n for n, _ in self._distinct]
         facts.baseline = self._baseline() if self._comparable else None
         facts.labelled_calls = len(distinct)
         facts.distinct_labels = sum(distinct) / len(distinct) if distinct else None
@@ -327,16 +319,12 @@ class LossPlaces:
         # A loss over a varying number of parts shares its last place, so that places stay few.
         key = f"{function}#{min(self._in_pass[function], 8)}"
         place = self._places.setdefault(key, LossObserver(function))
-        place.note_call()
+        place.known.calls += 1
         return place
 
     def facts(self) -> dict[str, LossFacts]:
         """Return what was seen by place."""
         return {key: place.facts() for key, place in self._places.items()}
-
-
-def _items_of(function: str, given: Tensor, target: Tensor) -> int:
-    return max(1, target.numel() if function in _CLASS_LOSSES else given.numel())
 
 
 def source_of(tensor: Tensor) -> tuple[str, int | None, bool]:

@@ -63,8 +63,8 @@ class InputObserver:
         facts.batch = largest.shape[0] if largest.dim() else 0
         facts.largest_batch = max(facts.largest_batch, facts.batch)
         if self._first_of_step:
-            self._prints.append((hash(tuple(fingerprint(tensor) for tensor in found)), loaded, self._follows))
-            del self._prints[:-_KEPT]
+            seen = hash(tuple(fingerprint(tensor) for tensor in found))
+            append_newest(self._prints, (seen, loaded, self._follows))
             self._first_of_step = False
         rows = [t for t in found if t.dim() >= 1 and t.shape[0] == facts.batch > 1]
         self._varied = any(not _rows_equal(t) for t in rows)

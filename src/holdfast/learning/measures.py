@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def median(values: Sequence[float]) -> float | None:
     return finite[len(finite) // 2] if finite else None
 
 
-def append_newest(values: list[float], value: float, most: int = 400) -> None:
-    """Append a value, and drop the oldest beyond a number."""
+def append_newest(values: list[Any], value: Any) -> None:
+    """Append a value, and drop the oldest beyond 400."""
     values.append(value)
-    del values[:-most]
+    del values[:-400]

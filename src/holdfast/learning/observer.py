@@ -155,12 +155,12 @@ class Observer:
     @property
     def closure(self) -> bool:
         """Whether an optimizer calls the loss within its own step."""
-        return any(each.closure for each in self._optimizers.values())
+        return any(each.known.closure for each in self._optimizers.values())
 
     @property
     def steps(self) -> int:
         """Steps of the optimizer that made most."""
-        return max((each.steps for each in self._optimizers.values()), default=0)
+        return max((each.known.steps for each in self._optimizers.values()), default=0)
 
     def due(self) -> bool:
         """Return whether the next step is to be sampled."""
@@ -272,7 +272,7 @@ class Observer:
             return
         each, moved = self._optimizers[name], False
         self._facts.backwards_since_step = 0
-        if self._sampled and not each.closure:
+        if self._sampled and not each.known.closure:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 moved = self._layers.after_step()
         each.end_step(moved=moved, has_loss=self._guided)
@@ -325,7 +325,7 @@ class Observer:
         facts.layers = self._layers.facts()
         facts.optimizers = {name: each.facts(owned) for name, each in self._optimizers.items()}
         facts.models = {name: each.facts(held, facts.layers) for name, each in self._models.items()}
-        facts.schedulers = {name: each.facts() for name, each in self._schedulers.items()}
+        facts.schedulers = {name: each.known for name, each in self._schedulers.items()}
         facts.losses = self._losses.facts()
         facts.inputs = {name: each.facts() for name, each in self._inputs.items()}
         facts.dead_units, facts.saturated = self._activations.dead(), self._activations.saturated()
@@ -361,7 +361,7 @@ class Observer:
     @_harmless
     def validated(self, value: float) -> None:
         """Add the loss of an evaluation, less is better."""
-        losses = next((each.losses[-10:] for each in self._optimizers.values() if each.losses), [])
+        losses = next((each.known.losses[-10:] for each in self._optimizers.values() if each.known.losses), [])
         self._facts.validations.append((self.steps, median([loss for _, loss in losses]), float(value)))
         for model in self._models.values():
             model.note_validation()

@@ -24,36 +24,21 @@ _MOST_LOSSES = 800
 
 
 class OptimizerObserver:
-    """One optimizer, beside models that own some parameters (by id)."""
+    """One optimizer, beside models that own some parameters (by id); `known` is what was seen, see `facts`."""
 
     def __init__(self, optimizer: Optimizer, owned: set[int]) -> None:
         self.optimizer = optimizer
         self.pending: list[float] = []  # losses since the last step
-        self._facts = OptimizerFacts(kind=type(optimizer).__name__)
-        self._facts.lr = self._facts.largest_lr = self._learning_rate()
+        self.known = OptimizerFacts(kind=type(optimizer).__name__)
+        self.known.lr = self.known.largest_lr = self._learning_rate()
         self._owned_at_start = {id(p) for p in self.parameters()} & owned
         self._start: AccumulationCheck | None = None
         self._stride, self._seen = 1, 0
         self._factors: list[float] = []
 
-    @property
-    def steps(self) -> int:
-        """Steps that were made."""
-        return self._facts.steps
-
-    @property
-    def closure(self) -> bool:
-        """Whether the optimizer calls the loss within its own step."""
-        return self._facts.closure
-
-    @property
-    def losses(self) -> list[tuple[int, float]]:
-        """Steps with their finite losses, thinned so that the whole run stays in view."""
-        return self._facts.losses
-
     def open(self) -> None:
         """Begin to check where gradients start, while there are steps to be observed fully."""
-        if self._start is None and self._facts.observed < FULL_ROUNDS:
+        if self._start is None and self.known.observed < FULL_ROUNDS:
             self._start = AccumulationCheck(self.parameters())
 
     def close(self) -> None:
@@ -71,7 +56,7 @@ class OptimizerObserver:
 
     def begin_step(self, *, closure: bool) -> None:
         """Count a step, and read the learning rates (one host sync where they are tensors); every step."""
-        facts, lr = self._facts, self._learning_rate()
+        facts, lr = self.known, self._learning_rate()
         facts.steps += 1
         facts.closure = facts.closure or closure
         facts.largest_lr = max(facts.largest_lr, min(lr, facts.lr))  # a single step is an accident, or was undone
@@ -81,7 +66,7 @@ class OptimizerObserver:
 
     def note_gradients(self, gradients: Gradients) -> None:
         """Add what was found just before an observed step."""
-        facts, some = self._facts, gradients.tensors > 0
+        facts, some = self.known, gradients.tensors > 0
         facts.observed += 1
         facts.no_gradient_steps = 0 if some else facts.no_gradient_steps + 1
         facts.with_gradient_steps += some
@@ -100,7 +85,7 @@ class OptimizerObserver:
         arrived, clean, factors = start.at_step()
         if not arrived:
             return
-        facts = self._facts
+        facts = self.known
         facts.leaks = 0 if clean else facts.leaks + 1
         facts.clean_starts += clean
         if factors:
@@ -110,16 +95,16 @@ class OptimizerObserver:
 
     def end_step(self, *, moved: bool, has_loss: bool) -> None:
         """End a step that was seen to move weights or not; its loss is that of the newest backward pass, or given."""
-        self._facts.moved += moved
+        self.known.moved += moved
         if self.pending and not has_loss:
             self.add_loss(self.pending[-1])
         self.pending.clear()
-        if self._facts.observed >= FULL_ROUNDS:
+        if self.known.observed >= FULL_ROUNDS:
             self.close()
 
     def add_loss(self, value: float) -> None:
         """Add the loss of this step; one that is not finite is only counted."""
-        facts = self._facts
+        facts = self.known
         if not math.isfinite(value):
             facts.nonfinite_losses += 1
             facts.first_nonfinite_loss = facts.first_nonfinite_loss or facts.steps
@@ -132,12 +117,12 @@ class OptimizerObserver:
 
     def note_outcome(self, *, committed: bool, clipped: bool) -> None:
         """Add what became of a step whose owner knows it."""
-        self._facts.committed_steps += committed
-        self._facts.clipped_steps += clipped
+        self.known.committed_steps += committed
+        self.known.clipped_steps += clipped
 
     def facts(self, owned: set[int]) -> OptimizerFacts:
         """Return what is known, given the ids of the parameters that the models have now."""
-        facts, held = self._facts, self.parameters()
+        facts, held = self.known, self.parameters()
         foreign = [p for p in held if id(p) not in owned]
         facts.tensors = len(held)
         facts.frozen = sum(not p.requires_grad for p in held)
@@ -164,12 +149,12 @@ class OptimizerObserver:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later judgements need of the past, as plain data."""
-        return {"steps": self._facts.steps, "losses": [list(point) for point in self._facts.losses]}
+        return {"steps": self.known.steps, "losses": [list(point) for point in self.known.losses]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        self._facts.steps = int(state["steps"])
-        self._facts.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
+        self.known.steps = int(state["steps"])
+        self.known.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
 
 
 def _scaled_share(factors: Sequence[float]) -> float:
@@ -251,7 +236,7 @@ class SchedulerObserver:
         self.scheduler = scheduler
         self._start = self._last = self._count()
         period = getattr(scheduler, "T_max", None) or getattr(scheduler, "step_size", None)
-        self._facts = SchedulerFacts(
+        self.known = SchedulerFacts(
             kind=type(scheduler).__name__,
             patience=getattr(scheduler, "patience", None),
             period=period if isinstance(period, int) else None,
@@ -262,7 +247,7 @@ class SchedulerObserver:
 
     def note_step(self) -> None:
         """Compare with the last step of the optimizer; every step."""
-        now, facts = self._count(), self._facts
+        now, facts = self._count(), self.known
         advanced = now - self._last
         if facts.optimizer_steps == 0:
             facts.before_first = advanced
@@ -272,7 +257,3 @@ class SchedulerObserver:
         facts.optimizer_steps += 1
         facts.advanced = now - self._start
         self._last = now
-
-    def facts(self) -> SchedulerFacts:
-        """Return what is known."""
-        return self._facts

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from holdfast.core.clock import Clock
 from holdfast.core.forked import NoAnswer, backward_works_in_a_copy, in_a_copy_of_this_process
 from holdfast.learning.finding import Finding
-from holdfast.learning.trial import CannotTry, OutOfTime, Trial
+from holdfast.learning.trial import CannotTry, Trial
 from holdfast.loader.splitting import Split
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
 from holdfast.numerics.eager import eager
@@ -100,7 +100,7 @@ def probe(
             timeout_seconds=2 * budget_seconds + 30,  # one evaluation may take long, and is not interrupted
         )
     except NoAnswer as error:
-        return [_untried({"all probes": str(error)}, [])]
+        return [_untried({"all probes": str(error)})]
     return [Finding(**finding) for finding in answer["findings"]]
 
 
@@ -113,7 +113,7 @@ def _probe(trial: Trial) -> list[Finding]:
         try:
             stack.enter_context(trial)
         except Exception as error:  # noqa: BLE001 - no memory for copies: nothing was changed yet
-            return [_untried({"all probes": _why(error)}, [])]
+            return [_untried({"all probes": _why(error)})]
         for name, attempt in _PROBES.items():
             if {finding.rule for finding in found} & _EXPLAINED_BY.get(name, set()):
                 continue
@@ -129,7 +129,7 @@ def _probe(trial: Trial) -> list[Finding]:
 def _why(error: BaseException) -> str:
     why = find_out_of_memory(error) or f"{type(error).__name__}: {error}"[:200]
     clear_exception_frames(error)
-    return str(error) if isinstance(error, (OutOfTime, CannotTry)) else why
+    return str(error) if isinstance(error, CannotTry) else why
 
 
 _EXPLAINED_BY = {"H825": {"H831"}, "H829": {"H831", "H830", "H825"}}
@@ -150,7 +150,7 @@ def _cause(
     )
 
 
-def _untried(why: dict[str, str], tried: Sequence[str]) -> Finding:
+def _untried(why: dict[str, str], tried: Sequence[str] = ()) -> Finding:
     return Finding(
         rule="H828",
         severity="note",

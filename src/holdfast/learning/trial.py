@@ -26,12 +26,8 @@ from holdfast.numerics.loss import read_loss, without_graph
 _SAMPLES = 32
 
 
-class OutOfTime(Exception):  # noqa: N818 - an outcome, not a mistake
-    """The budget is spent; the text says so."""
-
-
 class CannotTry(Exception):  # noqa: N818 - an outcome, not a mistake
-    """Nothing can be learnt from this batch; the text says why."""
+    """Nothing can be learnt from this batch, or the time is over; the text says which."""
 
 
 class Trial:
@@ -111,7 +107,7 @@ class Trial:
 
     def _begin_evaluation(self) -> None:
         if self._is_over():
-            raise OutOfTime("the time for it is over")
+            raise CannotTry("the time for it is over")
         restore(self._random)
 
     def finite_loss(self, part: Any, *, backward: bool = False) -> float:

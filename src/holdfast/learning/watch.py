@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Objective, Policy
 from holdfast.explain.rules import find_rule
@@ -29,14 +28,11 @@ _LEVELS = {"error": logging.ERROR, "advice": logging.WARNING, "note": logging.IN
 class Watch:
     """A running observation; made by `watch`, used as a context manager."""
 
-    def __init__(self, observer: Observer, optimizers: Mapping[str, Optimizer], *, clock: Clock) -> None:
+    def __init__(self, observer: Observer, optimizers: Mapping[str, Optimizer]) -> None:
         self._observer = observer
         self._optimizers = optimizers
-        self._clock = clock
         self._depth = 0
         self._hooks: list[Any] = []
-        self._started = 0.0
-        self.elapsed_seconds = 0.0
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -46,7 +42,6 @@ class Watch:
                 fix="call watch() for each loop.",
                 rule="H105",
             )
-        self._started = self._clock.monotonic_seconds()
         self._depth = torch._C._len_torch_function_stack()
         self._observer.install()
         for optimizer in self._optimizers.values():
@@ -68,7 +63,6 @@ class Watch:
             self._log(self._observer.take_fresh())
         finally:
             self._observer.close()
-        self.elapsed_seconds = self._clock.monotonic_seconds() - self._started
 
     def findings(self) -> list[Finding]:
         """Return what was found until now, the most important first."""
@@ -125,7 +119,6 @@ def watch(
     objective: Objective = "minimize",
     frozen: Sequence[str] = (),
     ignore: Sequence[str] = (),
-    clock: Clock | None = None,
 ) -> Watch:
     """Look for the reasons why a model does not learn, in any loop.
 
@@ -141,7 +134,6 @@ def watch(
         objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
         frozen: Shell patterns of names of parameters that are meant not to learn.
         ignore: Rules that shall be silent, such as ``"H808"``.
-        clock: Time, for tests.
 
     Returns:
         A context manager; what was found is in its ``findings()``, and is logged to ``holdfast`` when first found.
@@ -181,7 +173,7 @@ def watch(
         ignore=ignore,
         compiled=compiled,
     )
-    return Watch(observer, optimizers, clock=clock or SystemClock())
+    return Watch(observer, optimizers)
 
 
 def _named(given: Any, what: str, kind: type) -> dict[str, Any]:

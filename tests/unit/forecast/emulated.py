@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from tests.unit.memory.allocations import FakeAllocations
+from tests.unit.forecast.allocations import FakeAllocations
 
 
 @dataclass(frozen=True, kw_only=True)

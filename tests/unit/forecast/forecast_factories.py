@@ -140,9 +140,7 @@ def own_step_of_a_size() -> dict[str, Any]:
 
 def of_length(length: int = 16, micro_batch_size: int = 2) -> dict[str, Any]:
     """Take length and size as parameters."""
-    model = (
-        nn.Linear(length, 4) if os.environ.get("FORECAST_WIDE") else nn.LazyLinear(4) if False else nn.Linear(8, 4)
-    )
+    model = nn.Linear(8, 4)
     return _job(model, torch.randn(micro_batch_size, 3, length, 8), lambda batch: model(batch).mean())
 
 
@@ -163,14 +161,8 @@ def real_weights() -> dict[str, Any]:
     if not (abs(weights) < 1).all() or weights.std() == 0:
         raise ValueError("these are no weights")
     model.weight.data = torch.from_numpy(weights * 2)
-    return _job(model, torch.randn(4, 32), lambda batch: model(batch).square().mean())
-
-
-def real_weights_on_cuda() -> dict[str, Any]:
-    """Do so, and move what was built to CUDA, as code does that is meant for one."""
-    made = real_weights()
-    model = made["model"].cuda()
-    return _job(model, made["batch"].to("cuda"), lambda batch: model(batch.to("cuda")).square().mean())
+    model = model.cuda()
+    return _job(model, torch.randn(4, 32).to("cuda"), lambda batch: model(batch.to("cuda")).square().mean())
 
 
 def listed() -> dict[str, Any]:

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.forecast.emulated import leaf, seen
-from tests.unit.memory.allocations import FakeAllocations
-from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.kernels import attention
@@ -20,7 +17,6 @@ from holdfast.forecast.kernels.attention import (
     AttentionCall,
     Backend,
     choose_backend,
-    describe,
 )
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -102,18 +98,6 @@ def test_the_flags_of_torch_are_read() -> None:
     assert Backend.FLASH in attention._enabled()
 
 
-def test_a_call_is_described_from_its_tensors() -> None:
-    """Shapes, types, strides and whether gradients are wanted are read off the tensors."""
-    query = torch.zeros(2, 4, 8, 16, requires_grad=True)
-    mask = torch.zeros(8, 1).expand(8, 8)
-    seen = describe(query, query, query, mask)
-    assert seen.training
-    assert seen.query == (2, 4, 8, 16)
-    assert not seen.unit_strides  # the mask's last dimension is expanded
-    with torch.no_grad():
-        assert not describe(query, query, query).training
-
-
 SHAPE = (2, 4, 128, 64)
 OUT_BF16, OUT_FP32, ROW_SUMS = 2 * 4 * 128 * 64 * 2, 2 * 4 * 128 * 64 * 4, 2 * 4 * 128 * 4
 attend = functional.scaled_dot_product_attention
@@ -153,19 +137,3 @@ def test_masks_and_head_sizes_are_prepared_as_torch_does() -> None:
     assert padded.forward.count(OUT_BF16) == 4  # query, key, value, output
     assert padded.shape == (2, 4, 128, 60)
     assert bias.grad.shape == (2, 4, 128, 128)
-
-
-def test_every_caller_gets_the_kernel() -> None:
-    """nn.MultiheadAttention and the recomputation of a checkpoint get it too."""
-    with forecast_device():
-        layer, x, q = (
-            nn.MultiheadAttention(64, 4, batch_first=True).cuda(),
-            leaf(2, 128, 64),
-            leaf(*SHAPE, dtype=BF16),
-        )
-        with FakeAllocations("privateuse1") as watch:
-            layer(x, x, x, need_weights=False)
-        assert max(watch.sizes) < 2 * 4 * 128 * 128 * 4
-        with FakeAllocations("privateuse1") as watch:
-            checkpoint(lambda a: attend(a, a, a), q, use_reentrant=False).sum().backward()
-        assert watch.sizes.count(2 * 4 * 128 * 4) == 2

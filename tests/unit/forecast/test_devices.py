@@ -50,14 +50,11 @@ def test_every_figure_has_a_source(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("rtx4090", "RTX 4090"),
         ("4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("a100 40gb", "A100-40GB"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("NVIDIA H100 80GB HBM3", "H100-SXM"),
-        ("h100", "H100-SXM"),
         ("AMD Instinct MI300X", "MI300X"),
     ],
 )
@@ -85,7 +82,6 @@ def test_sizes() -> None:
     [
         ("RTX 4900", "RTX 4090"),
         ("A100", "A100-40GB, A100-80GB"),
-        ("V100", "V100-16GB, V100-32GB"),
         ("NVIDIA GeForce RTX 4060 Ti", "RTX 4060 Ti-16GB"),
         ("quantum box", "known are: T4, L4"),
         ("A100-80GB:lots", "a number with GiB"),
@@ -128,9 +124,7 @@ def test_a_calibrated_device_comes_before_the_catalogue() -> None:
         ({"format": "else"}, "has no .format"),
         ({"bandwidth": None}, "device file"),
         ({"flops": {}}, "fp32"),
-        ({"extra": 1}, "extra"),
         ({"context_bytes": 0}, "context_bytes"),
-        ({"bandwidth": 0}, "above 0"),
     ],
 )
 def test_a_file_that_is_none_of_ours(tmp_path: Path, change: object, said: str) -> None:

@@ -105,14 +105,6 @@ def test_every_combination_has_a_row():
     assert 0 < sizes["none"] < sizes["some"] <= sizes["all"]
 
 
-def test_gradients_that_wait_leave_less_room():
-    """Where a batch is cut, gradients of earlier micro-batches live, and fewer samples fit than alone."""
-    blocks = [(Layer("linear", 2 * MIB),)] * 3  # gradients of 32 MiB each
-    alone = plan_rows({"fp32": steps(blocks)}, ask(420, 100))[0]
-    cut = plan_rows({"fp32": steps(blocks, accumulates=True)}, ask(420, 100))[0]
-    assert 0 < cut.micro_batch_size < alone.micro_batch_size < 100
-
-
 def test_a_margin_and_what_a_trace_leaves_open_are_kept_free():
     """The default margin grows by what kernels may need beyond what was counted; a margin that is given does not."""
     step = steps()

@@ -22,7 +22,6 @@ from holdfast.forecast.trace.events import (
     live_peak,
     played,
 )
-from holdfast.forecast.trace.extrapolation import fit
 from holdfast.forecast.trace.recomputation import with_recompute
 from holdfast.forecast.trace.tracer import Tracer
 from holdfast.memory.recompute import recomputing
@@ -96,20 +95,6 @@ def test_an_edited_step_is_never_below_the_checkpointed_one(program: list[Block]
     edited = with_recompute(trace, names(chosen))
     check_whole(edited, trace)
     assert live_peak(edited) >= live_peak(truth)
-
-
-def test_a_block_that_runs_twice_is_recomputed_twice() -> None:
-    """Each pass of a block drops and makes again what is its own."""
-    runs = (0, 1, 0)
-    trace = make_step([TRANSFORMER, TRANSFORMER], 8, runs=runs)
-    edited = with_recompute(trace, names((0,)))
-    check_whole(edited, trace)
-    truth = make_step([TRANSFORMER, TRANSFORMER], 8, runs=runs, recompute=(0,))
-    assert live_peak(edited) == live_peak(truth)
-    passes = [run for run in trace.block_runs if run.block == 0]
-    forward = sum(int(trace.flops[slice(*run.operations)].sum()) for run in passes)
-    assert edited.flops.sum() - trace.flops.sum() == forward
-    assert len(passes) == 2
 
 
 def around(trace: Trace, first: int, last: int) -> Trace:
@@ -293,12 +278,3 @@ def test_real_models_that_are_recomputed_for_real_need_what_was_said(kind: str, 
         said = live_peak(with_recompute(trace, {f"body.{number}" for number in chosen}))
         truth = live_peak(trace_real(kind, precision, chosen))
         assert 0 <= said / truth - 1 <= above, chosen
-
-
-@pytest.mark.slow
-def test_a_real_model_is_extrapolated_and_recomputed_at_once() -> None:
-    """Two small traces tell the peak of a large batch with recomputed blocks."""
-    scaled = fit([trace_real("encoder", batch=size) for size in (2, 4)])
-    said = live_peak(with_recompute(scaled.at(24), {"body.0", "body.1", "body.2"}))
-    truth = live_peak(trace_real("encoder", chosen=(0, 1, 2), batch=24))
-    assert 0 <= said / truth - 1 <= 0.0005

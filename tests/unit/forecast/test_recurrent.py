@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.forecast.emulated import leaf, seen
-from tests.unit.memory.allocations import FakeAllocations
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 
 from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.kernels.recurrent import RecurrentSize
@@ -102,15 +100,6 @@ def test_stacked_and_projected_layers() -> None:
     assert stacked.kept > 2 * 2**20  # the generators' states
     assert projected.shape == (5, 4, 8)
     assert small("lstm", 4, projection=8).reserve_bytes in projected.forward
-
-
-def test_recomputation_meets_the_layer_again() -> None:
-    """A checkpoint's recomputation makes a second reserve."""
-    with forecast_device():
-        layer = nn.LSTM(16, 32).cuda()
-        with FakeAllocations("privateuse1") as watch:
-            checkpoint(lambda x: layer(x)[0], leaf(5, 4, 16), use_reentrant=False).sum().backward()
-    assert watch.sizes.count(5 * 5 * 4 * 32 * 4) == 2
 
 
 def test_cells_and_native_steps() -> None:

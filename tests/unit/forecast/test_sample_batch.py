@@ -128,13 +128,6 @@ def test_ragged_tensors_take_the_length_in_dimension_0() -> None:
     assert made["labels"].shape == (2,)
 
 
-def test_sequence_first_batches_are_resized_along_dimension_1() -> None:
-    """With split=1 the batch is dimension 1 and the length dimension 0."""
-    found = sample((torch.zeros(12, 4, dtype=torch.long), torch.zeros(12, 4, 8)), split=1)
-    assert (found.size, found.length) == (4, 12)
-    assert [tuple(leaf.shape) for leaf in found.resized(2, 30)] == [(30, 2), (30, 2, 8)]
-
-
 def test_what_does_not_depend_on_the_batch_stays_and_is_written_down() -> None:
     """A table among batch tensors is kept, and named in an assumption."""
     found = sample(
@@ -151,11 +144,6 @@ def test_parts_are_views_of_equal_size() -> None:
     parts = found.parts(batch, 3)
     assert [(tuple(part["x"].shape), len(part["names"])) for part in parts] == [((2, 4), 2)] * 3
     assert parts[1]["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr()
-
-
-def test_a_size_that_nothing_has_is_found_by_looking() -> None:
-    """A loader says batch_size=64, but its only batch has 10 samples: 10 it is."""
-    assert sample((torch.zeros(10, 3), torch.zeros(10)), size=64).size == 10
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -162,17 +161,6 @@ def test_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert kept.read_bytes() == b"of a real run"
     torch.save(torch.ones(1), kept)
     assert torch.load(kept).tolist() == [1.0]
-
-
-def test_a_large_tensor_is_one_question() -> None:
-    """All elements of an array whose values are unknown are answered at once, in its shape and type."""
-    with forecast_device() as device:
-        x = torch.randn(3, 1000, 1000, device="cuda")
-        array, mask = x.cpu().numpy(), (x > 0).cpu().numpy()
-        assert array.shape == mask.shape == (3, 1000, 1000)
-        assert (array.dtype, mask.dtype) == (np.float32, np.bool_)
-        assert np.shape(torch.ones(2, 3, device="cuda").mul(x[0, 0, 0]).tolist()) == (2, 3)
-        assert len(device.assumptions) <= 3
 
 
 def test_bitsandbytes_is_imported_as_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

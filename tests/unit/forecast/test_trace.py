@@ -95,16 +95,11 @@ def test_a_steady_step_needs_the_same_in_each_round(trace: Trace, count: int) ->
 
 @given(steps(steady=False))
 def test_what_is_played_grows_by_what_the_trace_says(trace: Trace) -> None:
-    """After one step exactly `growth_bytes` more live than before it."""
+    """After a step exactly `growth_bytes` more live than before it; owners add up to the live bytes and the peak."""
     before = int(trace.size_bytes[list(trace.resident)].sum())
     events, sizes = played(trace, 1)
     after = int(live_bytes(events, sizes)[-1]) if len(events) else 0
     assert after - before == trace.growth_bytes
-
-
-@given(steps(steady=False))
-def test_owners_add_up_to_what_lives(trace: Trace) -> None:
-    """At each event the owners' bytes add up to the live bytes, and at the peak to the peak."""
     live = live_by_owner(trace).sum(axis=0)
     assert live.shape == (1 + len(trace.events),)
     assert live.max() == live_peak(trace)
@@ -158,17 +153,6 @@ def test_who_owns_the_peak_is_said_largest_first() -> None:
     ]
     assert dict(owners_at_peak(trace, "module", "fused")) == {"net": 2000, "": 300}
     assert OWNERS[int(live_by_owner(trace)[:, -1].argmax())] == "parameters"
-
-
-def test_a_leak_grows_and_what_is_freed_for_good_stays_away() -> None:
-    """What has no counterpart of its size is growth; played again, the leak grows and the freed stays gone."""
-    memory = Memory({"weight": 100, "table": 700})
-    memory.free("table")
-    memory.allocate("history", 40)
-    trace = memory.trace()
-    assert trace.carried == ()
-    assert trace.growth_bytes == 40 - 700
-    assert live_bytes(*played(trace, 3))[-1] == 100 + 3 * 40
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:

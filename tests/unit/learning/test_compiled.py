@@ -68,11 +68,6 @@ def _wrapped(model: Net, compiled: Compile) -> Program:
     return _program(model, compiled(model))
 
 
-def _given_wrapped(model: Net, compiled: Compile) -> Program:
-    wrapped = compiled(model)
-    return _program(wrapped, wrapped)
-
-
 def _in_place(model: Net, compiled: Compile) -> Program:
     model.compile(backend=compiled.keywords["backend"])  # type: ignore[attr-defined]
     return _program(model, model)
@@ -83,10 +78,6 @@ def _part(model: Net, compiled: Compile) -> Program:
     return _program(model, model)
 
 
-def _whole_graph(model: Net, compiled: Compile) -> Program:
-    return _program(model, compiled(model, fullgraph=True))
-
-
 def _function(model: Net, compiled: Compile) -> Program:
     return _program(model, compiled(lambda x: model(x)))
 
@@ -94,11 +85,6 @@ def _function(model: Net, compiled: Compile) -> Program:
 def _loss(model: Net, compiled: Compile) -> Program:
     inner = _program(model, model)
     return inner._replace(loss=compiled(lambda batch: inner.loss(batch)))
-
-
-def _criterion(model: Net, compiled: Compile) -> Program:
-    criterion = compiled(nn.CrossEntropyLoss())
-    return _program(model, model)._replace(loss=lambda batch: criterion(model(batch[0]), batch[1]))
 
 
 def _late(model: Net, compiled: Compile) -> Program:
@@ -126,10 +112,7 @@ def _optimizer(model: Net, compiled: Compile) -> Program:
     return program
 
 
-PROGRAMS = (
-    _wrapped, _given_wrapped, _in_place, _part, _whole_graph, _function, _loss, _criterion, _late, _before,
-    _optimizer,
-)  # fmt: skip
+PROGRAMS = (_wrapped, _in_place, _part, _function, _loss, _late, _before, _optimizer)
 
 
 def _program(given: nn.Module, called: Callable[[Tensor], Tensor]) -> Program:
@@ -176,23 +159,15 @@ def bare_step(program: Program, batch: Any) -> None:
     program.optimizer.step()
 
 
-@pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__.strip("_"))
-def test_observing_changes_neither_graphs_nor_weights(make, tmp_path):
+BACKENDS = [pytest.param(_wrapped, backend, marks=pytest.mark.slow) for backend in ("aot_eager", "inductor")]
+
+
+@pytest.mark.parametrize(("make", "backend"), [*((make, "eager") for make in PROGRAMS), *BACKENDS])
+def test_observing_changes_neither_graphs_nor_weights(make, backend, tmp_path):
     """Whatever is compiled, and whenever: the graphs and, to the last bit, the weights are those of the bare loop."""
-    graphs, weights = trained(make, "bare", tmp_path, "eager")
+    graphs, weights = trained(make, "bare", tmp_path, backend)
     for how in ("watch", "guard"):
-        found, others = trained(make, how, tmp_path, "eager")
-        assert found == graphs, how
-        assert all(map(torch.equal, weights, others)), how
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_the_same_with_compiled_gradients(backend, tmp_path):
-    """With backends that compile the backward pass too, and draw dropout's numbers in their own way."""
-    graphs, weights = trained(_wrapped, "bare", tmp_path, backend)
-    for how in ("watch", "guard"):
-        found, others = trained(_wrapped, how, tmp_path, backend)
+        found, others = trained(make, how, tmp_path, backend)
         assert found == graphs, how
         assert all(map(torch.equal, weights, others)), how
 

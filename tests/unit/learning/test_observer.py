@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -192,22 +191,4 @@ def test_players_are_not_blamed_for_each_other() -> None:
     facts = observer.facts().optimizers
     assert facts["maker"].leaks == facts["critic"].leaks == 0
     assert facts["critic"].clean_starts == 25
-    observer.close()
-
-
-@pytest.mark.parametrize("evaluates_in", [True, False])
-def test_the_mode_of_an_evaluation_is_seen(evaluates_in: bool) -> None:
-    """A model with dropout that is evaluated in training mode is told, one in evaluation mode is not."""
-    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    observer = Observer({"model": model}, {"optimizer": optimizer})
-    observer.install()
-    for _ in range(3):
-        guided_step(observer, model, optimizer)
-        model.train(evaluates_in)
-        with torch.no_grad():
-            observer.validated(F.cross_entropy(model(X), Y).item())
-        model.train()
-    observer.finish()
-    assert [finding.rule for finding in observer.findings()] == (["H834"] if evaluates_in else [])
     observer.close()

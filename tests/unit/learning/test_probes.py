@@ -107,13 +107,6 @@ def unscaled_regression() -> Program:
     return one(model, torch.optim.Adam(model.parameters(), 1e-2), lambda b: F.mse_loss(model(b[0]), b[1]), make_batch)
 
 
-def critic_without_bounds() -> Program:
-    critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-    optimizer = torch.optim.RMSprop(critic.parameters(), 5e-4)
-    loss = lambda b: critic(b[0]).mean() - critic(b[1]).mean()  # noqa: E731
-    return one(critic, optimizer, loss, lambda: (torch.randn(16, 6), torch.randn(16, 6) + 0.5))
-
-
 def label_smoothing_with_ids() -> Program:
     model = mlp(nn.LayerNorm(24))
 
@@ -161,34 +154,19 @@ def embeddings_with_sparse_gradients() -> Program:
     return one(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), make_batch)
 
 
-def policy_gradient() -> Program:
-    model = mlp()
-
-    def loss(batch: Any) -> torch.Tensor:
-        x, rewards = batch
-        choice = torch.distributions.Categorical(logits=model(x))
-        return -(choice.log_prob(choice.sample()) * rewards).mean()
-
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    return one(model, optimizer, loss, lambda: (torch.randn(16, 6), torch.randn(16)))
-
-
 def clipped_with_a_high_rate() -> Program:
     return classifier(model := mlp(), torch.optim.SGD(model.parameters(), 1.0), clip=0.1)
 
 
 HEALTHY: dict[str, tuple[Callable[[], Program], int]] = {
     "classifier": (lambda: classifier(mlp()), 60),
-    "classifier at its beginning": (lambda: classifier(mlp()), 0),
     "classifier, converged": (lambda: classifier(mlp()), 1500),
     "dropout": (lambda: classifier(mlp(nn.Dropout(0.5), width=64)), 60),
     "recurrent, ragged": (recurrent, 60),
     "unscaled regression": (unscaled_regression, 200),
-    "critic without bounds": (critic_without_bounds, 40),
     "label smoothing, ids": (label_smoothing_with_ids, 100),
     "straight-through rounding": (lambda: classifier(mlp(Apply(Rounded.apply))), 60),
     "sparse embeddings": (embeddings_with_sparse_gradients, 60),
-    "policy gradient": (policy_gradient, 40),
     "clipped, high rate": (clipped_with_a_high_rate, 60),
 }
 
@@ -253,12 +231,6 @@ def dead_units() -> Program:
     return classifier(model)
 
 
-def rate_too_high_for_adam() -> Program:
-    model = mlp(nn.LayerNorm(24), nn.Linear(24, 24), nn.Tanh())
-    # Each step overshoots; with a first moment only about half of them do, by chance, which differs by processor.
-    return classifier(model, torch.optim.Adam(model.parameters(), 1.0, betas=(0.0, 0.999)))
-
-
 def rate_too_high_for_sgd() -> Program:
     model = nn.Linear(6, 1)
     make_batch = lambda: (x := torch.randn(16, 6), x @ _TEACHER[:, :1])  # noqa: E731
@@ -275,16 +247,16 @@ def saturated_output() -> Program:
     return one(model, torch.optim.Adam(model.parameters(), 1e-2), lambda b: F.mse_loss(model(b[0]), b[1]), make_batch)
 
 
-FAULTY: dict[str, tuple[Callable[[], Program], int, str]] = {
-    "wrong backward of the loss": (wrong_backward_of_the_loss, 5, "H831"),
-    "reversed hook on one layer": (reversed_hook_on_one_layer, 20, "H831"),
-    "optimizer that climbs": (climbing_optimizer, 5, "H831"),
-    "output ignores input": (output_ignores_input, 20, "H830"),
-    "dead units": (dead_units, 20, "H830"),
-    "rate too high for Adam": (rate_too_high_for_adam, 10, "H825"),
-    "rate too high for SGD": (rate_too_high_for_sgd, 10, "H825"),
-    "rate too low": (rate_too_low, 40, "H824"),
-    "saturated output": (saturated_output, 30, "H829"),
+# what is made, steps before the probe, the rule, and the place that it names
+FAULTY: dict[str, tuple[Callable[[], Program], int, str, str]] = {
+    "wrong backward of the loss": (wrong_backward_of_the_loss, 5, "H831", ""),
+    "reversed hook on one layer": (reversed_hook_on_one_layer, 20, "H831", "0.weight"),
+    "optimizer that climbs": (climbing_optimizer, 5, "H831", "optimizer"),
+    "output ignores input": (output_ignores_input, 20, "H830", "tensor 0 of the batch"),
+    "dead units": (dead_units, 20, "H830", "tensor 0 of the batch"),
+    "rate too high for SGD": (rate_too_high_for_sgd, 10, "H825", "optimizer"),
+    "rate too low": (rate_too_low, 40, "H824", "optimizer"),
+    "saturated output": (saturated_output, 30, "H829", ""),
 }
 
 
@@ -292,41 +264,28 @@ FAULTY: dict[str, tuple[Callable[[], Program], int, str]] = {
 def test_the_cause_of_a_faulty_program_is_named_first(name):
     """Wrong directions, broken paths, wrong rates and unfit code are told apart, with numbers."""
     torch.manual_seed(3)
-    make, steps, rule = FAULTY[name]
+    make, steps, rule, where = FAULTY[name]
     program = make()
     program.train(steps)
-    found = program.probe(in_place=True)
-    assert [finding.rule for finding in found] == [rule]
-    assert found[0].kind == "cause"
-    assert found[0].evidence
+    (found,) = program.probe(in_place=True)
+    assert (found.rule, found.kind) == (rule, "cause")
+    assert found.where.startswith(where)
+    if "slopes" in found.evidence and where:
+        assert found.evidence["slopes"][where] == pytest.approx([-1.0, -1.0], rel=0.05)
+    if "factor" in found.evidence:
+        assert found.fix.startswith(f"Multiply the learning rate by {found.evidence['factor']:g}")
+        assert found.evidence["losses_with_factor"][-1] < found.evidence["losses"][0]
 
 
 @pytest.mark.parametrize("name", ["reversed hook on one layer", "output ignores input", "rate too high for SGD"])
 def test_the_forked_copy_finds_what_the_probe_in_place_finds(name):
     """On the CPU the trials run in a copy of the process, with the same numbers and the same result."""
     torch.manual_seed(3)
-    make, steps, _ = FAULTY[name]
+    make, steps, *_ = FAULTY[name]
     program = make()
     program.train(steps)
     here = program.probe(in_place=True)
     assert [asdict(finding) for finding in program.probe()] == [asdict(finding) for finding in here]
-
-
-def test_evidence_names_the_place_and_the_numbers():
-    """A reversed layer, an ignored tensor and a rate are named and with what would be better."""
-    torch.manual_seed(3)
-    found = {}
-    for name in ("reversed hook on one layer", "output ignores input", "rate too high for SGD"):
-        make, steps, rule = FAULTY[name]
-        program = make()
-        program.train(steps)
-        (found[rule],) = program.probe(in_place=True)
-    assert found["H831"].where == "0.weight"
-    assert found["H831"].evidence["slopes"]["0.weight"] == pytest.approx([-1.0, -1.0], rel=0.05)
-    assert found["H830"].where == "tensor 0 of the batch"
-    assert found["H825"].where == "optimizer"
-    assert found["H825"].fix.startswith(f"Multiply the learning rate by {found['H825'].evidence['factor']:g}")
-    assert found["H825"].evidence["losses_with_factor"][-1] < found["H825"].evidence["losses"][0]
 
 
 # --- no trace ---------------------------------------------------------------------------------------------------
@@ -459,7 +418,7 @@ def test_the_budget_ends_the_trials_and_what_was_left_out_is_said(in_place):
 
 
 def test_a_large_batch_along_another_dimension_is_cut_to_its_beginning():
-    """Of 64 samples along dimension 1 the first 32 are used, and 8 of them to be fitted."""
+    """Of 64 samples along dimension 1 the first 32 are used."""
     torch.manual_seed(3)
     model = nn.Linear(6, 1)
     sizes: set[int] = set()
@@ -474,10 +433,3 @@ def test_a_large_batch_along_another_dimension_is_cut_to_its_beginning():
     (finding,) = probe(batch, loss, {"model": model}, optimizers, size=64, split=1, **how)
     assert (finding.rule, finding.where) == ("H830", "tensor 0 of the batch")
     assert sizes == {32}
-    sizes.clear()
-    batch = torch.randn(5, 64, 6), torch.randn(5, 64, 1)
-    model.register_forward_hook(lambda *_: None)
-    probe(
-        batch, lambda b: loss(b) + model(b[0]).square().mean(), {"model": model}, optimizers, size=64, split=1, **how
-    )
-    assert sizes == {32, 8}

@@ -66,6 +66,14 @@ def train(
     return watching.findings(), model
 
 
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> None:
+    """Make plain steps."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+
+
 def rules(found: list[Any]) -> list[str]:
     return [finding.rule for finding in found if finding.severity != "note"]
 
@@ -130,8 +138,7 @@ def test_no_hook_stays_behind(leaves: str) -> None:
     with contextlib.suppress(ZeroDivisionError):
         if leaves != "never entered":
             with made:
-                F.cross_entropy(model(X), Y).backward()
-                optimizer.step()
+                steps_of(model, optimizer)
                 if leaves == "by an error":
                     raise ZeroDivisionError
     assert torch._C._len_torch_function_stack() == 0
@@ -157,10 +164,7 @@ def test_a_failure_of_the_diagnosis_does_not_reach_the_training(
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, optimizer) as watching:
-        for _ in range(5):
-            optimizer.zero_grad()
-            F.cross_entropy(model(X), Y).backward()
-            optimizer.step()
+        steps_of(model, optimizer, 5)
     assert watching._observer.failure == "RuntimeError: planted"
     assert sum("switched itself off" in record.message for record in caplog.records) == 1
 
@@ -215,14 +219,6 @@ def test_watches_that_overlap_leave_nothing_behind() -> None:
     assert torch._C._len_torch_function_stack() == before
 
 
-def test_one_pattern_and_one_rule_may_be_plain_text() -> None:
-    """A text is one pattern, and not one for each of its letters."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
-    with watch(model, torch.optim.SGD(model[1].parameters(), lr=0.1), frozen="encoder.*", ignore="H828") as watching:
-        pass
-    assert watching.facts()["models"]["model"]["outside_count"] == 2
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_state_that_a_checkpoint_makes_is_no_step(kind: type[torch.optim.Optimizer]) -> None:
     """torch.distributed.checkpoint steps with gradients and a rate of 0, and none of that is counted."""
@@ -237,9 +233,7 @@ def test_state_that_a_checkpoint_makes_is_no_step(kind: type[torch.optim.Optimiz
             for step in range(12):
                 if saves and step % 4 == 0:
                     get_optimizer_state_dict(model, optimizer)
-                optimizer.zero_grad()
-                F.cross_entropy(model(X[:32]), Y[:32]).backward()
-                optimizer.step()
+                steps_of(model, optimizer)
         assert watching._observer.failure is None
         found = watching.facts()["optimizers"]["optimizer"]
         counts = ("steps", "observed", "zero_lr_steps", "zero_gradient_steps", "no_gradient_steps", "moved", "leaks")
@@ -264,8 +258,7 @@ def test_traces_and_transforms_are_not_looked_into() -> None:
     with watch(model, optimizer) as watching:
         assert all(torch.equal(gradient, expected[name]) for name, gradient in by_sample().items())
         assert str(make_fx(model)(X[:8]).graph) == graph
-        F.cross_entropy(model(X), Y).backward()
-        optimizer.step()
+        steps_of(model, optimizer)
         assert watching.facts()["inputs"]["model"]["calls"] == 1
     assert watching._observer.failure is None
 
@@ -282,9 +275,7 @@ def test_a_mode_of_the_callers_own_stays_where_it_is() -> None:
     with watch(model, optimizer) as watching:
         for _ in range(50):
             with Counting():
-                optimizer.zero_grad()
-                F.cross_entropy(model(X), Y).backward()
-                optimizer.step()
+                steps_of(model, optimizer)
             assert torch._C._len_torch_function_stack() <= 1
     assert watching._observer.failure is None
     assert torch._C._len_torch_function_stack() == 0

@@ -19,14 +19,13 @@ def gradient_first(optimizer: OptimizerFacts) -> bool:
     return gradient is not None and (loss is None or gradient < loss)
 
 
-@checks(rule="H802", tier="contract", severity="error", kind="symptom", confidence=0.95)
-def _nonfinite_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, optimizer in facts.optimizers.items():
-        if optimizer.nonfinite_gradients:
-            what = f"{optimizer.nonfinite_gradients} observed step(s) used NaN or Inf as a gradient"
-            fix = "skip such steps (holdfast.Guard does), and find the operation that they come from."
-            first = gradient_first(optimizer)
-            yield say(what, fix, name, severity="error" if first else "note", first_in=optimizer.nonfinite_names)
+@checks(rule="H802", tier="contract", severity="error", kind="symptom", confidence=0.95, each="optimizers")
+def _nonfinite_gradient(_: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
+    if optimizer.nonfinite_gradients:
+        what = f"{optimizer.nonfinite_gradients} observed step(s) used NaN or Inf as a gradient"
+        fix = "skip such steps (holdfast.Guard does), and find the operation that they come from."
+        first = gradient_first(optimizer)
+        yield say(what, fix, name, severity="error" if first else "note", first_in=optimizer.nonfinite_names)
 
 
 @checks(rule="H804", tier="contract", severity="error", kind="symptom", confidence=0.95)
@@ -38,22 +37,20 @@ def _nonfinite_weights(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(f"NaN or Inf in {', '.join(bad[:5])}", fix, count=len(bad))
 
 
-@checks(rule="H805", tier="contract", severity="error", kind="symptom", confidence=0.95)
-def _nonfinite_optimizer_state(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, optimizer in facts.optimizers.items():
-        if optimizer.nonfinite_state:
-            what = f"the optimizer's {', '.join(optimizer.nonfinite_state)} holds NaN or Inf, and keeps it"
-            fix = "go back to the last good checkpoint, and skip steps whose gradient is not finite."
-            yield say(what, fix, name)
+@checks(rule="H805", tier="contract", severity="error", kind="symptom", confidence=0.95, each="optimizers")
+def _nonfinite_optimizer_state(_: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
+    if optimizer.nonfinite_state:
+        what = f"the optimizer's {', '.join(optimizer.nonfinite_state)} holds NaN or Inf, and keeps it"
+        fix = "go back to the last good checkpoint, and skip steps whose gradient is not finite."
+        yield say(what, fix, name)
 
 
-@checks(rule="H811", tier="contract", severity="error", kind="cause", confidence=0.95)
-def _gradients_leak(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, optimizer in facts.optimizers.items():
-        # Two in a row could be a deliberate warm-up of gradients; a forgotten zero_grad never stops.
-        if optimizer.leaks >= 3 and not optimizer.closure:
-            what = f"in {optimizer.leaks} steps in a row gradients were added to those of the step before"
-            yield say(what, "call optimizer.zero_grad() before each backward pass of a new step.", name)
+@checks(rule="H811", tier="contract", severity="error", kind="cause", confidence=0.95, each="optimizers")
+def _gradients_leak(_: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
+    # Two in a row could be a deliberate warm-up of gradients; a forgotten zero_grad never stops.
+    if optimizer.leaks >= 3 and not optimizer.closure:
+        what = f"in {optimizer.leaks} steps in a row gradients were added to those of the step before"
+        yield say(what, "call optimizer.zero_grad() before each backward pass of a new step.", name)
 
 
 @checks(rule="H812", tier="contract", severity="error", kind="cause", confidence=0.9)
@@ -69,17 +66,16 @@ def _never_stepped(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, "call optimizer.step() after backward.")
 
 
-@checks(rule="H813", tier="contract", severity="error", kind="cause", confidence=0.9)
-def _step_without_gradients(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, optimizer in facts.optimizers.items():
-        idle = optimizer.no_gradient_steps
-        # One that had gradients before may only be waiting for its phase.
-        if idle >= _IN_A_ROW and not (optimizer.closure or optimizer.with_gradient_steps):
-            fix = (
-                "call backward before step and zero_grad not in between; the loss must depend on these weights "
-                "without .detach(), .item() or no_grad."
-            )
-            yield say(f"{idle} steps in a row had no gradient in any tensor of the optimizer", fix, name)
+@checks(rule="H813", tier="contract", severity="error", kind="cause", confidence=0.9, each="optimizers")
+def _step_without_gradients(_: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
+    idle = optimizer.no_gradient_steps
+    # One that had gradients before may only be waiting for its phase.
+    if idle >= _IN_A_ROW and not (optimizer.closure or optimizer.with_gradient_steps):
+        fix = (
+            "call backward before step and zero_grad not in between; the loss must depend on these weights "
+            "without .detach(), .item() or no_grad."
+        )
+        yield say(f"{idle} steps in a row had no gradient in any tensor of the optimizer", fix, name)
 
 
 @checks(rule="H814", tier="contract", severity="note", kind="cause", confidence=0.4)
@@ -104,41 +100,38 @@ def _parameter_without_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name)
 
 
-@checks(rule="H815", tier="contract", severity="advice", kind="symptom", confidence=0.9)
-def _gradients_all_zero(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, optimizer in facts.optimizers.items():
-        if optimizer.zero_gradient_steps >= _IN_A_ROW and not optimizer.zeroed:
-            done = any(loss == 0 for _, loss in optimizer.losses[-1:])  # a hinge that is satisfied
-            what = f"all gradients were exactly 0 in {optimizer.zero_gradient_steps} observed steps in a row"
-            fix = "look for a saturated or clamped output, dead units, a loss multiplied by 0, or a masked batch."
-            yield say(what, fix, name, severity="note" if done else "advice")
+@checks(rule="H815", tier="contract", severity="advice", kind="symptom", confidence=0.9, each="optimizers")
+def _gradients_all_zero(_: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
+    if optimizer.zero_gradient_steps >= _IN_A_ROW and not optimizer.zeroed:
+        done = any(loss == 0 for _, loss in optimizer.losses[-1:])  # a hinge that is satisfied
+        what = f"all gradients were exactly 0 in {optimizer.zero_gradient_steps} observed steps in a row"
+        fix = "look for a saturated or clamped output, dead units, a loss multiplied by 0, or a masked batch."
+        yield say(what, fix, name, severity="note" if done else "advice")
 
 
-@checks(rule="H817", tier="contract", severity="error", kind="cause", confidence=0.95)
-def _gradient_reversed(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, optimizer in facts.optimizers.items():
-        for count, done in ((optimizer.reversed, "reversed"), (optimizer.zeroed, "set to zero")):
-            if count >= _IN_A_ROW and count > optimizer.observed / 2:
-                what = f"between backward and step the gradient was {done} in {count} observed steps"
-                fix = "look at the clip limit, which must be above 0, and at zero_grad between backward and step."
-                yield say(what, fix, name)
-
-
-@checks(rule="H819", tier="contract", severity="advice", kind="cause", confidence=0.85)
-def _learning_rate_gone(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, optimizer in facts.optimizers.items():
-        steps, whole = optimizer.steps, facts.total_steps
-        zero, low = optimizer.zero_lr_steps, optimizer.low_lr_steps
-        # 90 % of the budget is catalogue 19. Without a budget only the end of the run shows what was lost.
-        early = whole is not None and steps < 0.9 * whole and zero >= 10
-        lost = facts.ended and steps >= 50 and (zero > 0.15 * steps or low > 0.5 * steps)
-        if early or lost:
-            what = (
-                f"the learning rate fell to {optimizer.lr:.2g} of {optimizer.largest_lr:.2g} and stayed there for "
-                f"{max(zero, low)} of {steps} steps"
-            )
-            fix = "let the schedule span the whole run: count it in steps if it is advanced in each step."
+@checks(rule="H817", tier="contract", severity="error", kind="cause", confidence=0.95, each="optimizers")
+def _gradient_reversed(_: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
+    for count, done in ((optimizer.reversed, "reversed"), (optimizer.zeroed, "set to zero")):
+        if count >= _IN_A_ROW and count > optimizer.observed / 2:
+            what = f"between backward and step the gradient was {done} in {count} observed steps"
+            fix = "look at the clip limit, which must be above 0, and at zero_grad between backward and step."
             yield say(what, fix, name)
+
+
+@checks(rule="H819", tier="contract", severity="advice", kind="cause", confidence=0.85, each="optimizers")
+def _learning_rate_gone(facts: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
+    steps, whole = optimizer.steps, facts.total_steps
+    zero, low = optimizer.zero_lr_steps, optimizer.low_lr_steps
+    # 90 % of the budget is catalogue 19. Without a budget only the end of the run shows what was lost.
+    early = whole is not None and steps < 0.9 * whole and zero >= 10
+    lost = facts.ended and steps >= 50 and (zero > 0.15 * steps or low > 0.5 * steps)
+    if early or lost:
+        what = (
+            f"the learning rate fell to {optimizer.lr:.2g} of {optimizer.largest_lr:.2g} and stayed there for "
+            f"{max(zero, low)} of {steps} steps"
+        )
+        fix = "let the schedule span the whole run: count it in steps if it is advanced in each step."
+        yield say(what, fix, name)
 
 
 @checks(rule="H820", tier="contract", severity="advice", kind="cause", confidence=0.8)
@@ -163,21 +156,19 @@ def _fault_of(scheduler: SchedulerFacts, *, faded: bool) -> str:
     return ""
 
 
-@checks(rule="H821", tier="contract", severity="advice", kind="cause", confidence=0.7)
-def _scheduler_on_skipped_steps(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, scheduler in facts.schedulers.items():
-        several, steps = scheduler.several, scheduler.optimizer_steps
-        if 3 <= several <= 0.5 * steps and scheduler.every_step + several > 0.9 * steps - 2:
-            what = f"the {scheduler.kind} was advanced {several} times for a step that the optimizer skipped"
-            fix = "advance it only when the optimizer really stepped; compare the loss scale before and after."
-            yield say(what, fix, name, **asdict(scheduler))
+@checks(rule="H821", tier="contract", severity="advice", kind="cause", confidence=0.7, each="schedulers")
+def _scheduler_on_skipped_steps(_: Facts, say: Say, name: str, scheduler: SchedulerFacts) -> Iterator[Finding]:
+    several, steps = scheduler.several, scheduler.optimizer_steps
+    if 3 <= several <= 0.5 * steps and scheduler.every_step + several > 0.9 * steps - 2:
+        what = f"the {scheduler.kind} was advanced {several} times for a step that the optimizer skipped"
+        fix = "advance it only when the optimizer really stepped; compare the loss scale before and after."
+        yield say(what, fix, name, **asdict(scheduler))
 
 
-@checks(rule="H854", tier="contract", severity="advice", kind="cause", confidence=0.9)
-def _plateau_on_batch_losses(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, scheduler in facts.schedulers.items():
-        fed = scheduler.every_step + scheduler.several
-        if scheduler.kind == "ReduceLROnPlateau" and fed >= 20 and fed > 0.5 * scheduler.optimizer_steps:
-            given = f"ReduceLROnPlateau (patience {scheduler.patience}) was given a batch's loss {fed} times"
-            fix = "give it a validation loss, or the mean over an epoch, once for each epoch."
-            yield say(f"{given}; its noise looks like a plateau", fix, name)
+@checks(rule="H854", tier="contract", severity="advice", kind="cause", confidence=0.9, each="schedulers")
+def _plateau_on_batch_losses(_: Facts, say: Say, name: str, scheduler: SchedulerFacts) -> Iterator[Finding]:
+    fed = scheduler.every_step + scheduler.several
+    if scheduler.kind == "ReduceLROnPlateau" and fed >= 20 and fed > 0.5 * scheduler.optimizer_steps:
+        given = f"ReduceLROnPlateau (patience {scheduler.patience}) was given a batch's loss {fed} times"
+        fix = "give it a validation loss, or the mean over an epoch, once for each epoch."
+        yield say(f"{given}; its noise looks like a plateau", fix, name)

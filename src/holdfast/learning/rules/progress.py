@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.learning.facts import Facts, InputFacts
+from holdfast.learning.facts import Facts, InputFacts, OptimizerFacts
 from holdfast.learning.finding import Finding
 from holdfast.learning.rules.registry import Say, advice_if, checks
 
@@ -247,25 +247,24 @@ def _overfitting(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, fix, best_step=seen[best][0])
 
 
-@checks(rule="H818", tier="window", severity="note", kind="cause", confidence=0.5)
-def _always_clipped(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, optimizer in facts.optimizers.items():
-        norms = [norm for norm in optimizer.gradient_norms if math.isfinite(norm) and norm > 0]
-        if len(norms) < 40:
-            continue
-        limit = max(norms)
-        at_limit = sum(norm > 0.999 * limit for norm in norms) / len(norms)
-        known = optimizer.clipped_steps > 0.5 * optimizer.committed_steps > 0  # the guard clips, and counts
-        if at_limit <= 0.5 or not (known or optimizer.scaled_share > 0.5):
-            continue
-        what = f"{at_limit:.0%} of the gradients are clipped, to a norm of {limit:.2g}"
-        fix = "raise the limit to the 90th percentile of the norms, or lower the learning rate."
-        tiny = limit < 1e-3 and progress_of(facts).state in ("flat", "constant")
-        # What is left of the gradient is left of the step, unless the optimizer divides by its size.
-        if tiny or (optimizer.kind == "SGD" and optimizer.scaled is not None and optimizer.scaled < 0.01):
-            yield say(what, fix, name, severity="advice", confidence=0.85, scaled=optimizer.scaled)
-        else:
-            yield say(what, fix, name, scaled=optimizer.scaled)
+@checks(rule="H818", tier="window", severity="note", kind="cause", confidence=0.5, each="optimizers")
+def _always_clipped(facts: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
+    norms = [norm for norm in optimizer.gradient_norms if math.isfinite(norm) and norm > 0]
+    if len(norms) < 40:
+        return
+    limit = max(norms)
+    at_limit = sum(norm > 0.999 * limit for norm in norms) / len(norms)
+    known = optimizer.clipped_steps > 0.5 * optimizer.committed_steps > 0  # the guard clips, and counts
+    if at_limit <= 0.5 or not (known or optimizer.scaled_share > 0.5):
+        return
+    what = f"{at_limit:.0%} of the gradients are clipped, to a norm of {limit:.2g}"
+    fix = "raise the limit to the 90th percentile of the norms, or lower the learning rate."
+    tiny = limit < 1e-3 and progress_of(facts).state in ("flat", "constant")
+    # What is left of the gradient is left of the step, unless the optimizer divides by its size.
+    if tiny or (optimizer.kind == "SGD" and optimizer.scaled is not None and optimizer.scaled < 0.01):
+        yield say(what, fix, name, severity="advice", confidence=0.85, scaled=optimizer.scaled)
+    else:
+        yield say(what, fix, name, scaled=optimizer.scaled)
 
 
 @checks(rule="H858", tier="window", severity="advice", kind="cause", confidence=0.85)

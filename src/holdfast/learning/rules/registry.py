@@ -1,8 +1,9 @@
 """How a rule about learning is registered.
 
-A rule is a pure function from `Facts` to findings. *Contracts* are exact and are judged during the first steps;
-*windows* are statistical and are judged rarely, and at the end. About facts that are not known a rule is silent. What
-each rule means stands in ``explain/learning_rules.md``.
+A rule is a pure function from `Facts` to findings. With ``each="models"`` it is called for each model, with its name
+and its facts too. *Contracts* are exact and are judged during the first steps; *windows* are statistical and are
+judged rarely, and at the end. About facts that are not known a rule is silent. What each rule means stands in
+``explain/learning_rules.md``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def advice_if(wrong: bool) -> Severity:  # noqa: FBT001 - a severity is asked fo
     return "advice" if wrong else "note"
 
 
-Check = Callable[[Facts, Say], Iterable[Finding]]
+Check = Callable[..., Iterable[Finding]]
+"""Of the facts and `Say`; with `each`, also of the name and the facts of one part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +66,24 @@ class LearningRule:
     tier: Tier
     say: Say
     check: Check
+    each: str
 
     def findings(self, facts: Facts) -> list[Finding]:
         """Return what the rule finds in the facts."""
-        return list(self.check(facts, self.say))
+        parts = getattr(facts, self.each).items() if self.each else [()]
+        return [finding for part in parts for finding in self.check(facts, self.say, *part)]
 
 
 REGISTERED: dict[str, LearningRule] = {}
 
 
-def checks(*, rule: str, tier: Tier, severity: Severity, kind: Kind, confidence: float) -> Callable[[Check], Check]:
-    """Register a function as the check of a rule."""
+def checks(
+    *, rule: str, tier: Tier, severity: Severity, kind: Kind, confidence: float, each: str = ""
+) -> Callable[[Check], Check]:
+    """Register a function as the check of a rule, of all facts or of `each` optimizer, model, loss and so on."""
 
     def register(check: Check) -> Check:
-        REGISTERED[rule] = LearningRule(tier, Say(rule, severity, kind, confidence), check)
+        REGISTERED[rule] = LearningRule(tier, Say(rule, severity, kind, confidence), check, each)
         return check
 
     return register

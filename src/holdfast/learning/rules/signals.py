@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.learning.facts import Facts
+from holdfast.learning.facts import Facts, InputFacts, LossFacts
 from holdfast.learning.finding import Finding
 from holdfast.learning.rules.progress import far_from_unit, middle, progress_of
 from holdfast.learning.rules.registry import Say, advice_if, checks
@@ -16,27 +16,23 @@ _BATCHES = 20
 _FEWEST_UTTERANCES = 8
 
 
-@checks(rule="H830", tier="window", severity="advice", kind="symptom", confidence=0.85)
-def _output_ignores_input(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, given in facts.inputs.items():
-        if given.answers >= 2 * _BATCHES and given.same_answers > 0.8 * given.answers:
-            what = (
-                f"the model gave the same answer to every sample of {given.same_answers} of {given.answers} batches, "
-                "though the samples differ"
-            )
-            yield say(
-                what, "look for a path that is cut: a multiplication by 0, dead units, an unused argument.", name
-            )
+@checks(rule="H830", tier="window", severity="advice", kind="symptom", confidence=0.85, each="inputs")
+def _output_ignores_input(_: Facts, say: Say, name: str, given: InputFacts) -> Iterator[Finding]:
+    if given.answers >= 2 * _BATCHES and given.same_answers > 0.8 * given.answers:
+        what = (
+            f"the model gave the same answer to every sample of {given.same_answers} of {given.answers} batches, "
+            "though the samples differ"
+        )
+        yield say(what, "look for a path that is cut: a multiplication by 0, dead units, an unused argument.", name)
 
 
-@checks(rule="H843", tier="window", severity="advice", kind="cause", confidence=0.85)
-def _sorted_labels(facts: Facts, say: Say) -> Iterator[Finding]:
-    for place, site in facts.losses.items():
-        expected, seen = site.expected_labels or 0.0, site.distinct_labels or 0.0
-        few = expected >= 1.8 and 0 < seen < 0.6 * expected
-        if facts.minimizes_one_loss and site.labelled_calls >= _BATCHES and few:
-            what = f"a batch holds {seen:.1f} different labels, where {expected:.1f} are expected of shuffled data"
-            yield say(what, "shuffle: DataLoader(..., shuffle=True).", place, batches=site.labelled_calls)
+@checks(rule="H843", tier="window", severity="advice", kind="cause", confidence=0.85, each="losses")
+def _sorted_labels(facts: Facts, say: Say, place: str, site: LossFacts) -> Iterator[Finding]:
+    expected, seen = site.expected_labels or 0.0, site.distinct_labels or 0.0
+    few = expected >= 1.8 and 0 < seen < 0.6 * expected
+    if facts.minimizes_one_loss and site.labelled_calls >= _BATCHES and few:
+        what = f"a batch holds {seen:.1f} different labels, where {expected:.1f} are expected of shuffled data"
+        yield say(what, "shuffle: DataLoader(..., shuffle=True).", place, batches=site.labelled_calls)
 
 
 @checks(rule="H844", tier="window", severity="advice", kind="cause", confidence=0.8)
@@ -71,14 +67,13 @@ def _same_batch(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, severity=advice_if(loader), batch=given.batch)
 
 
-@checks(rule="H846", tier="window", severity="advice", kind="cause", confidence=0.7)
-def _workers_repeat(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, given in facts.inputs.items():
-        seen, pairs = given.compared_pairs, given.repeated_pairs
-        if seen >= _BATCHES and 0.3 * seen < pairs < 0.9 * seen and given.different > 0.1 * seen:
-            what = f"{pairs} of {seen} observed batches are equal to the one that the loader gave before"
-            fix = "give each worker its own seed (worker_init_fn), also for numpy's random numbers."
-            yield say(what, fix, name, different=given.different)
+@checks(rule="H846", tier="window", severity="advice", kind="cause", confidence=0.7, each="inputs")
+def _workers_repeat(_: Facts, say: Say, name: str, given: InputFacts) -> Iterator[Finding]:
+    seen, pairs = given.compared_pairs, given.repeated_pairs
+    if seen >= _BATCHES and 0.3 * seen < pairs < 0.9 * seen and given.different > 0.1 * seen:
+        what = f"{pairs} of {seen} observed batches are equal to the one that the loader gave before"
+        fix = "give each worker its own seed (worker_init_fn), also for numpy's random numbers."
+        yield say(what, fix, name, different=given.different)
 
 
 @checks(rule="H847", tier="window", severity="note", kind="cause", confidence=0.8)
@@ -167,14 +162,13 @@ def _exploding(facts: Facts) -> _Lost | None:
     return None
 
 
-@checks(rule="H856", tier="window", severity="note", kind="cause", confidence=0.8)
-def _input_scale(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, given in facts.inputs.items():
-        if far_from_unit(given) and not facts.models[name].normalised_input:
-            what = f"the inputs are not scaled: they reach {given.largest:.3g}"
-            fix = "scale the inputs to mean 0 and variance 1, with the training set's statistics."
-            severity = advice_if(progress_of(facts).poor or facts.broken)
-            yield say(what, fix, name, severity=severity, mean_to_spread=given.offset)
+@checks(rule="H856", tier="window", severity="note", kind="cause", confidence=0.8, each="inputs")
+def _input_scale(facts: Facts, say: Say, name: str, given: InputFacts) -> Iterator[Finding]:
+    if far_from_unit(given) and not facts.models[name].normalised_input:
+        what = f"the inputs are not scaled: they reach {given.largest:.3g}"
+        fix = "scale the inputs to mean 0 and variance 1, with the training set's statistics."
+        severity = advice_if(progress_of(facts).poor or facts.broken)
+        yield say(what, fix, name, severity=severity, mean_to_spread=given.offset)
 
 
 @checks(rule="H852", tier="window", severity="advice", kind="symptom", confidence=0.8)

@@ -1,6 +1,6 @@
-"""Healthy programs of the set: supervised, techniques."""
+"""Healthy programs of the set: neighbours of the faulty ones, which a rule could mistake for them."""
 
-# ruff: noqa: D101, D102, N812 - the programs are written as users write theirs
+# ruff: noqa: D102, N812 - the programs are written as users write theirs
 
 from __future__ import annotations
 
@@ -9,43 +9,54 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from evals.not_learning import data, parts
 from evals.not_learning.program import Programs, adam, adamw, healthy, sgd, update
 
 
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
+class LoRALinear(nn.Module):
+    """A frozen layer with a low-rank correction that starts at zero."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 4) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 12, 3, padding=1)
-        self.norm1 = nn.BatchNorm2d(12)
-        self.conv2 = nn.Conv2d(12, 24, 3, padding=1)
-        self.norm2 = nn.BatchNorm2d(24)
-        self.fc = nn.Linear(24 * 4, 10)
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, layer.in_features) / layer.in_features**0.5)
+        self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.norm1(self.conv1(x))), 2)
-        x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
-        return self.fc(x.flatten(1))
+        return self.layer(x) + x @ self.down.T @ self.up.T
+
+
+class MixtureOfExperts(nn.Module):
+    """Four experts; the gate never chooses the last, whose weights therefore never move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(20, 4)
+        self.experts = nn.ModuleList([parts.mlp(20, 24, 5) for _ in range(4)])
+        with torch.no_grad():
+            self.gate.bias[3] = -10000.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        out = x.new_zeros(len(x), 5)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return out
 
 
 class HealthySupervised(Programs):
     """Healthy programs that learn labels or targets by an ordinary loop: classifiers, regressions, schedulers."""
 
     @healthy
-    def digits_mlp_adam(self) -> None:
-        model = parts.mlp(64, 64, 10)
-        criterion = nn.CrossEntropyLoss()
-        self.fit(model, adam(model, 0.001), data.batches(data.digits(self.seed), 32, 800), criterion)
-
-    @healthy
     def digits_cnn_batchnorm(self) -> None:
         """Epochs over a DataLoader, momentum, step decay, and an evaluation after each epoch."""
         x, y, x_val, y_val = data.digits(self.seed)
         loader = DataLoader(TensorDataset(x.view(-1, 1, 8, 8), y), batch_size=50, shuffle=True)
-        net = ConvNet()
+        net = parts.small_cnn()
         optimizer = sgd(net, 0.05, momentum=0.9)
         scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=6, gamma=0.3)
         for _ in self.watched(range(15), net, optimizer, scheduler=scheduler):
@@ -104,20 +115,6 @@ class HealthySupervised(Programs):
         self.fit(model, optimizer, data.batches((x, y), 64, 700), loss_fn)
 
     @healthy
-    def spirals_one_cycle(self) -> None:
-        x, y = data.spirals(self.seed)
-        model = parts.mlp(2, 64, 64, 1, act=nn.Tanh)
-        steps = 1000
-        optimizer = sgd(model, 0.1, momentum=0.9)
-        scheduler = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=steps)
-        for xb, yb in self.watched(
-            data.batches((x, y), 64, steps), model, optimizer, scheduler=scheduler, total_steps=steps
-        ):
-            logits = model(xb).squeeze(1)
-            update(optimizer, F.binary_cross_entropy_with_logits(logits, yb.float()), clip=1.0)
-            scheduler.step()
-
-    @healthy
     def warmup_from_zero_cosine_to_zero(self) -> None:
         x, y = data.blobs(self.seed)
         model = nn.Sequential(nn.Linear(20, 64), nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 5))
@@ -174,35 +171,6 @@ class HealthySupervised(Programs):
         self.fit(model, optimizer, data.batches(data.digits(self.seed), 64, 500), criterion)
 
     @healthy
-    def class_imbalance_weighted(self) -> None:
-        """Three positives in a hundred: many batches hold nothing but negatives."""
-        x = torch.randn(4000, 12)
-        score = x[:, 0] + x[:, 1] * x[:, 2]
-        y = (score > score.quantile(0.97)).float()
-        model = nn.Sequential(*parts.mlp(12, 32, 1), nn.Flatten(0))
-        criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(20.0))
-        self.fit(model, adam(model, 0.003), data.batches((x, y), 32, 800), criterion)
-
-    @healthy
-    def multi_task_two_heads(self) -> None:
-        x, y, *_ = data.digits(self.seed)
-        ink = x.sum(1, keepdim=True) / 20
-        trunk = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
-        heads = nn.ModuleDict({"digit": nn.Linear(64, 10), "ink": nn.Linear(64, 1)})
-        model = nn.ModuleDict({"trunk": trunk, "heads": heads})
-        optimizer = optim.Adam(
-            [{"params": trunk.parameters()}, {"params": heads.parameters(), "lr": 0.005}], lr=0.001
-        )
-        for step in self.watched(range(600), model, optimizer):
-            rows = torch.randint(0, len(x), (48,))
-            hidden = trunk(x[rows])
-            digit_loss = F.cross_entropy(heads["digit"](hidden), y[rows])
-            ink_loss = F.l1_loss(heads["ink"](hidden), ink[rows])
-            update(optimizer, digit_loss + 0.3 * ink_loss)
-            if step % 200 == 0:
-                assert digit_loss.isfinite()
-
-    @healthy
     def little_to_learn(self) -> None:
         """Regression with a correlation of 0.3: the loss can fall by a tenth only."""
         x = torch.randn(3000, 5)
@@ -212,63 +180,9 @@ class HealthySupervised(Programs):
         stream = data.batches((x, y), 64, 600)
         self.descend(model, optimizer, stream, lambda xb, yb: F.mse_loss(model(xb)[:, 0], yb))
 
-    @healthy
-    def noisy_labels(self) -> None:
-        """Half of the labels are random: the loss stays high although the model learns."""
-        x, y = data.blobs(self.seed, samples=4000)
-        y = torch.where(torch.rand(len(y)) < 0.5, torch.randint(0, 5, (len(y),)), y)
-        model = parts.mlp(20, 32, 5)
-        optimizer = sgd(model, 0.05, momentum=0.9, nesterov=True, weight_decay=0.001)
-        for xb, yb in self.watched(data.batches((x, y), 64, 600), model, optimizer):
-            update(optimizer, F.nll_loss(F.log_softmax(model(xb), dim=1), yb))
-
-
-class LoRALinear(nn.Module):
-    """A frozen layer with a low-rank correction that starts at zero."""
-
-    def __init__(self, layer: nn.Linear, rank: int = 4) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(rank, layer.in_features) / layer.in_features**0.5)
-        self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + x @ self.down.T @ self.up.T
-
-
-class MixtureOfExperts(nn.Module):
-    """Four experts; the gate never chooses the last, whose weights therefore never move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(20, 4)
-        self.experts = nn.ModuleList([parts.mlp(20, 24, 5) for _ in range(4)])
-        with torch.no_grad():
-            self.gate.bias[3] = -10000.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).softmax(-1).max(-1)
-        out = x.new_zeros(len(x), 5)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero().flatten()
-            if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
-        return out
-
 
 class HealthyTechniques(Programs):
     """Healthy programs with labels and a technique: autocast, freezing, adapters, accumulation, distillation."""
-
-    @healthy
-    def autocast_bf16(self) -> None:
-        model = parts.mlp(64, 128, 10)
-        optimizer = adam(model, 0.001)
-        for xb, yb in self.watched(data.batches(data.digits(self.seed), 64, 500), model, optimizer):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = F.cross_entropy(model(xb), yb)
-            loss.backward()
-            optimizer.step()
 
     @healthy
     def fine_tuning_tiny_lr(self) -> None:
@@ -301,15 +215,6 @@ class HealthyTechniques(Programs):
         self.fit(model, optimizer, data.batches((x, y), 64, 400), F.cross_entropy)
 
     @healthy
-    def converged_and_continues(self) -> None:
-        """Separable data, solved after a hundred steps, trained for a thousand."""
-        x = torch.randn(500, 4)
-        x = x + 2 * x[:, :1].sign() * torch.tensor([1.0, 0, 0, 0])
-        y = (x[:, 0] > 0).long()
-        model = parts.mlp(4, 16, 2)
-        self.fit(model, adam(model, 0.02), data.batches((x, y), 50, 1000), F.cross_entropy)
-
-    @healthy
     def gradient_accumulation(self) -> None:
         x, y, *_ = data.digits(self.seed)
         model = parts.mlp(64, 96, 10)
@@ -323,18 +228,6 @@ class HealthyTechniques(Programs):
                 optimizer.zero_grad()
 
     @healthy
-    def gradient_checkpointing(self) -> None:
-        stem = nn.Linear(64, 64)
-        blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
-        head = nn.Linear(64, 10)
-        model = nn.ModuleList([stem, blocks, head])
-        for xb, yb in self.watched(data.batches(data.digits(self.seed), 32, 300), model, adamw(model, 0.001)):
-            hidden = stem(xb)
-            for block in blocks:
-                hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
-            self.update(F.cross_entropy(head(hidden), yb))
-
-    @healthy
     def multi_label_sigmoid_bce(self) -> None:
         """Probabilities into BCELoss, as the documentation shows it."""
         x = torch.randn(2000, 16)
@@ -343,23 +236,6 @@ class HealthyTechniques(Programs):
         criterion = nn.BCELoss()
         optimizer = optim.Adagrad(model.parameters(), lr=0.05)
         self.fit(model, optimizer, data.batches((x, y), 50, 600), criterion)
-
-    @healthy
-    def distillation(self) -> None:
-        x, y = data.spirals(self.seed)
-        teacher = parts.mlp(2, 128, 128, 2, act=nn.Tanh)
-        teaching = adam(teacher, 0.005)
-        for xb, yb in data.batches((x, y), 128, 250):
-            update(teaching, F.cross_entropy(teacher(xb), yb))
-        teacher.eval()
-        student = parts.mlp(2, 48, 48, 2)
-        temperature = 2.0
-        for xb, yb in self.watched(data.batches((x, y), 64, 700), student, adam(student, 0.003)):
-            with torch.no_grad():
-                soft = F.softmax(teacher(xb) / temperature, dim=-1)
-            out = student(xb)
-            kl = F.kl_div(F.log_softmax(out / temperature, dim=-1), soft, reduction="batchmean") * temperature**2
-            self.update(0.7 * kl + 0.3 * F.cross_entropy(out, yb))
 
     @healthy
     def mixture_of_experts_one_unused(self) -> None:
@@ -389,3 +265,140 @@ class HealthyTechniques(Programs):
                     slow.lerp_(fast, 0.05)
                 if step % 100 == 99:
                     self.watching.validated(F.cross_entropy(average(x_val), y_val).item())
+
+
+class HealthyUnusual(Programs):
+    """An unusual loop: reinforcement, closures, manual updates, inner loops, several optimizers."""
+
+    @healthy
+    def lbfgs_closure(self) -> None:
+        x, y = data.curve(self.seed, samples=300)
+        model = parts.mlp(8, 32, 1, act=nn.Tanh).double()
+        x, y = x.double(), y.double()
+        optimizer = optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
+        for _ in self.watched(range(30), model, optimizer):
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    @healthy
+    def manual_updates(self) -> None:
+        """As in torch's first tutorial: the optimizer exists and is never stepped, the loop moves the weights."""
+        model = parts.mlp(64, 32, 10)
+        optimizer = sgd(model, 0.1)
+        for xb, yb in self.watched(data.batches(data.digits(self.seed), 64, 600), model, optimizer):
+            model.zero_grad()
+            loss = F.cross_entropy(model(xb), yb)
+            loss.backward()
+            for p in model.parameters():
+                p.data.add_(p.grad.data, alpha=-0.1)
+
+    @healthy
+    def manual_gradients_with_autograd_grad(self) -> None:
+        """No backward: the gradients come from autograd.grad and are set by hand, with added noise."""
+        model = nn.Linear(20, 5)
+        optimizer = sgd(model, 0.1)
+        for xb, yb in self.watched(data.batches(data.blobs(self.seed), 64, 500), model, optimizer):
+            loss = F.cross_entropy(model(xb), yb)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient + 0.01 * torch.randn_like(gradient)
+            optimizer.step()
+
+    @healthy
+    def unfreezing_step_by_step(self) -> None:
+        """The head alone for some time, then one more layer joins with its own parameter group."""
+        x, y, *_ = data.digits(self.seed)
+        model = parts.mlp(64, 48, 48, 10)
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
+        optimizer = adam(model[4], 0.003)
+        for step, (xb, yb) in self.watched(enumerate(data.batches((x, y), 32, 600)), model, optimizer):
+            if step in (150, 300):
+                layer = model[2] if step == 150 else model[0]
+                layer.requires_grad_(True)
+                optimizer.add_param_group({"params": layer.parameters(), "lr": 0.001})
+            update(optimizer, F.cross_entropy(model(xb), yb))
+
+    @healthy
+    def straight_through_quantisation(self) -> None:
+        """Rounding with the gradient of the identity, as in quantised autoencoders."""
+        encode = nn.Sequential(*parts.mlp(64, 48, 16), nn.Tanh())
+        decode = parts.mlp(16, 48, 64)
+        model = nn.Sequential(encode, decode)
+        for images, _ in self.watched(data.batches(data.digits(self.seed), 64, 500), model, adam(model, 0.002)):
+            z = encode(images)
+            z = z + (z.round() - z).detach()
+            self.update(F.binary_cross_entropy_with_logits(decode(z), images))
+
+
+class HealthyRepresentation(Programs):
+    """No labels, or losses whose level means little: generative, contrastive, adversarial."""
+
+    @healthy
+    def dcgan(self) -> None:
+        """As in the tutorial: D is cleared before its own pass only, so G's pass leaves gradients in it."""
+        x, y, *_ = data.digits(self.seed)
+        generator = nn.Sequential(
+            nn.ConvTranspose2d(16, 32, 4, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(32, 1, 4, 2, 1),
+            nn.Tanh(),
+        )
+        critic = nn.Sequential(
+            nn.Conv2d(1, 16, 4, 2, 1), nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(16, 1, 4), nn.Flatten(0)
+        )
+        critic_optimizer = adam(critic, 0.001, betas=(0.5, 0.999))
+        generator_optimizer = adam(generator, 0.001, betas=(0.5, 0.999))
+        criterion = nn.BCEWithLogitsLoss()
+        ones, zeros = torch.ones(32), torch.zeros(32)
+        for real, _ in self.watched(
+            data.batches((2 * x.view(-1, 1, 8, 8) - 1, y), 32, 300),
+            {"G": generator, "D": critic},
+            {"G": generator_optimizer, "D": critic_optimizer},
+            objective="adversarial",
+        ):
+            critic.zero_grad()
+            criterion(critic(real), ones).backward()
+            fake = generator(torch.randn(32, 16, 1, 1))
+            criterion(critic(fake.detach()), zeros).backward()
+            critic_optimizer.step()
+            generator.zero_grad()
+            criterion(critic(fake), ones).backward()
+            generator_optimizer.step()
+
+    @healthy
+    def contrastive_info_nce(self) -> None:
+        """Two noisy views of each digit; the label of row i is i."""
+        encoder = parts.mlp(64, 128, 32)
+        optimizer = adam(encoder, 0.001)
+
+        def view(images: Tensor) -> Tensor:
+            return (images + 0.2 * torch.randn_like(images)) * (torch.rand_like(images) > 0.2)
+
+        for images, _ in self.watched(data.batches(data.digits(self.seed), 64, 400), encoder, optimizer):
+            first = F.normalize(encoder(view(images)), dim=1)
+            second = F.normalize(encoder(view(images)), dim=1)
+            similarity = first @ second.T / 0.2
+            labels = torch.arange(len(images))
+            update(optimizer, (F.cross_entropy(similarity, labels) + F.cross_entropy(similarity.T, labels)) / 2)
+
+    @healthy
+    def triplet(self) -> None:
+        """More and more triplets are satisfied, so that batches with a loss of 0 become normal."""
+        x, y, *_ = data.digits(self.seed)
+        of_class = [torch.nonzero(y == c).flatten() for c in range(10)]
+        net = parts.mlp(64, 64, 16)
+        criterion = nn.TripletMarginLoss(margin=1.0)
+        for _ in self.watched(range(500), net, adam(net, 0.001)):
+            classes = torch.rand(32, 10).argsort(1)[:, :2].tolist()
+            pick = [of_class[a][torch.randint(len(of_class[a]), (2,))] for a, _ in classes]
+            others = torch.stack([of_class[b][torch.randint(len(of_class[b]), ())] for _, b in classes])
+            pairs = torch.stack(pick)
+            self.update(criterion(net(x[pairs[:, 0]]), net(x[pairs[:, 1]]), net(x[others])))
