@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -116,7 +115,7 @@ class LossFacts:
 
     function: str = ""
     calls: int = 0
-    flags: Counter[str] = field(default_factory=Counter)  # calls in which something was so, such as "softmax_input"
+    flags: dict[str, int] = field(default_factory=dict)  # calls in which something was so, such as "softmax_input"
     shapes: str = ""  # that were broadcast
     first: float | None = None
     values: list[float] = field(default_factory=list)
@@ -131,11 +130,11 @@ class LossFacts:
 
     def always(self, flag: str, fewest: int = 3) -> bool:
         """Return whether a flag was seen in practically all calls, and those were enough: catalogue 38."""
-        return self.calls >= fewest and self.flags[flag] >= 0.9 * self.calls
+        return self.calls >= fewest and self.flags.get(flag, 0) >= 0.9 * self.calls
 
     def mostly(self, flag: str) -> bool:
         """Return whether a flag was seen in more than half of enough calls."""
-        return self.calls >= 3 and self.flags[flag] > 0.5 * self.calls
+        return self.calls >= 3 and self.flags.get(flag, 0) > 0.5 * self.calls
 
 
 @dataclass(slots=True, kw_only=True)

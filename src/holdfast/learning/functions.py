@@ -194,7 +194,8 @@ class LossObserver:
 
     def note(self, flags: dict[str, bool], *, shapes: str = "") -> None:
         """Count the flags that are true."""
-        self.known.flags.update(key for key, value in flags.items() if value)
+        for key in (key for key, value in flags.items() if value):
+            self.known.flags[key] = self.known.flags.get(key, 0) + 1
         self.known.shapes = shapes or self.known.shapes
 
     def note_sign(self, value: float) -> None:

@@ -16,6 +16,7 @@ import pytest
 from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
 from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.trace.events import OWNERS, live_peak
+from holdfast.supervise.process_tree import read_process, read_table
 
 FACTORIES = Path(__file__).with_name("forecast_factories.py")
 
@@ -181,22 +182,12 @@ def test_the_child_dies_with_its_parent() -> None:
 
 
 def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+    found = read_process(pid)
+    return found is not None and found.state not in "ZX"
 
 
 def children_of(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid and fields[0] not in "ZX":
-            found.append(int(stat.parent.name))
-    return found
+    return [each.pid for each in read_table().values() if each.ppid == pid and each.state not in "ZX"]
 
 
 def test_importing_the_parents_side_does_not_import_torch() -> None:

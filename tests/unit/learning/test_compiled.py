@@ -231,7 +231,10 @@ def test_out_of_memory_leaves_compiled_blocks_alone(tmp_path):
     tried = [event for event in events if event.kind in ("retry", "recompute_impossible", "recompute", "split")]
     assert [event.kind for event in tried] == ["retry", "recompute_impossible", "split"]
     assert "torch.compile" in tried[1].data["why"]
-    assert calls == [8, 8, 8, 4, 4, 4, 4]
+    # Between them the split is tried out: in a copy of this process, or in it where a copy cannot run backward.
+    assert calls[:3] == [8, 8, 8]
+    assert max(calls[3:]) == 4
+    assert calls[-2:] == [4, 4]
 
 
 WHOLE_STEP = """

@@ -95,10 +95,6 @@ class Pool:
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]
 
-    def free_blocks(self) -> list[Block]:
-        """Return the available blocks, the smallest first, and the lowest of those of a size."""
-        return [self.blocks[key] for key in self.keys]
-
     def keep_unmapped(self, block: Block) -> None:
         """Note addresses without memory, in order."""
         insort(self.unmapped, block, key=lambda other: other.address)
@@ -188,7 +184,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give back what is free as a whole segment, or as whole handles of one (release_cached_blocks)."""
         for pool in (self._large, self._small):
-            for block in pool.free_blocks():
+            for block in [pool.blocks[key] for key in pool.keys]:
                 if self._expandable:
                     self._unmap(block)
                 elif block.previous is None and block.following is None:

@@ -240,11 +240,8 @@ def _calibrated() -> tuple[Device, ...]:
 def _catalogue() -> tuple[tuple[Device, frozenset[str]], ...]:
     text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
     found = yaml.safe_load(text)
-    return tuple((_entry(entry, found), _aliases(entry)) for entry in found["devices"])
-
-
-def _aliases(entry: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(map(_plain, (entry["name"], *entry["aliases"])))
+    named = ((one, frozenset(map(_plain, (one["name"], *one["aliases"])))) for one in found["devices"])
+    return tuple((_entry(one, found), names) for one, names in named)
 
 
 def _entry(entry: Mapping[str, Any], found: Mapping[str, Any]) -> Device:

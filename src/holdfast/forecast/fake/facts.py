@@ -98,7 +98,8 @@ class Facts:
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Work out what is known of an operator's results, which are fake, and what is no longer known."""
         packet = func.overloadpacket
-        if (packet in _FACTORIES or self._any_known(args, kwargs)) and self._follow_values(func, args, kwargs, out):
+        known = packet in _FACTORIES or any(id(tensor) in self._facts for tensor in tensors_of(args, kwargs))
+        if known and self._follow_values(func, args, kwargs, out):
             return
         fact = self._expected(packet, args, out) if isinstance(out, torch.Tensor) else NOTHING
         if func._schema.is_mutable:
@@ -153,9 +154,6 @@ class Facts:
                 whole = (all if packet in _AND else any)(fact.expected for fact in facts)
                 return Fact(expected=whole, why=facts[0].why)
         return NOTHING
-
-    def _any_known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        return any(id(tensor) in self._facts for tensor in tensors_of(args, kwargs))
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for position, argument in enumerate(func._schema.arguments):

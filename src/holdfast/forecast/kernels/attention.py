@@ -154,7 +154,8 @@ def describe(
 
 
 def _accepts_flash(call: AttentionCall) -> bool:
-    if call.mask is not None or not _same_half_precision(call) or not _four_dimensions(call):
+    half = call.dtypes[0] in HALF_PRECISION and len(set(call.dtypes)) == 1
+    if call.mask is not None or not half or not _four_dimensions(call):
         return False
     head = call.query[-1]
     if not head == call.key[-1] == call.value[-1] or head > 256:
@@ -180,10 +181,6 @@ _ACCEPTS: dict[Backend, Callable[[AttentionCall], bool]] = {
     Backend.EFFICIENT: _accepts_efficient,
     Backend.MATH: lambda _: True,
 }
-
-
-def _same_half_precision(call: AttentionCall) -> bool:
-    return call.dtypes[0] in HALF_PRECISION and len(set(call.dtypes)) == 1
 
 
 def _four_dimensions(call: AttentionCall) -> bool:

@@ -231,8 +231,7 @@ def _efficient_backward(given: Arguments, _out: Any) -> Scratch:
 
 
 def _convolution(given: Arguments, out: Any) -> Scratch:
-    tensors = (given["input"], given["weight"], out)
-    return _reordered(tensors, given["groups"])
+    return _reordered((given["input"], given["weight"], out), given["groups"])
 
 
 def _convolution_backward(given: Arguments, _out: Any) -> Scratch:
@@ -247,8 +246,7 @@ def _reordered(tensors: Sequence[torch.Tensor], groups: int) -> Scratch:
 
     How much more the heuristics take is unknown (pytorch issue 49207 saw gigabytes); twice the tensors are allowed.
     """
-    channels_last = all(_is_channels_last(tensor) for tensor in tensors[:1])
-    copies = 0 if channels_last or groups > 1 else sum(tensor.nbytes for tensor in tensors)
+    copies = 0 if _is_channels_last(tensors[0]) or groups > 1 else sum(tensor.nbytes for tensor in tensors)
     return Scratch(copies, copies + 2 * sum(tensor.nbytes for tensor in tensors), calibrated=False)
 
 
@@ -325,25 +323,21 @@ def _draw(given: Arguments, _out: Any) -> Scratch:
 
 def _reduced_loss(given: Arguments, _out: Any) -> Scratch:
     """The loss of every element, which is then averaged or summed."""
-    size = given["self"].nbytes
-    return NOTHING if given["reduction"] == 0 else Scratch(size, size)
+    return NOTHING if given["reduction"] == 0 else _exactly(given["self"].nbytes)
 
 
 def _logits_loss(given: Arguments, out: Any) -> Scratch:
     """Two temporaries at a time; one of them becomes the result if nothing is reduced."""
-    size = max(0, 2 * given["self"].nbytes - (0 if given["reduction"] else out.nbytes))
-    return Scratch(size, size)
+    return _exactly(max(0, 2 * given["self"].nbytes - (0 if given["reduction"] else out.nbytes)))
 
 
 def _logsumexp(given: Arguments, out: Any) -> Scratch:
-    size = given["self"].nbytes + out.nbytes
-    return Scratch(size, size)
+    return _exactly(given["self"].nbytes + out.nbytes)
 
 
 def _safe_softmax(given: Arguments, out: Any) -> Scratch:
     """Masks: what is minus infinity, and the rows that are it altogether."""
-    size = out.numel() + out.numel() // max(1, out.shape[given["dim"]])
-    return Scratch(size, size)
+    return _exactly(out.numel() + out.numel() // max(1, out.shape[given["dim"]]))
 
 
 RULES: dict[str, Rule] = {

@@ -136,7 +136,15 @@ def fit(traces: Sequence[Trace]) -> ScaledTrace:
     """
     first, second = sorted(traces, key=lambda trace: trace.micro_batch_size)
     assert LEAST_MICRO_BATCH_SIZE <= first.micro_batch_size < second.micro_batch_size
-    check_aligned(first, second)
+    difference = _find_difference(first, second)
+    if difference is not None:
+        raise NotAlignedError(
+            f"the step does other things with {_described(second)} than with {_described(first)}: {difference}",
+            limit="sizes can be extrapolated only if every batch goes the same way through the model",
+            fix="remove the branch on the batch, or what is kept from step to step; let the loader collate a list of "
+            "samples into one tensor, since each size of a list is another program",
+            rule="H425",
+        )
     both = (first, second)
     assumptions = dict.fromkeys(said for one in both for said in one.assumptions)
     return ScaledTrace(
@@ -175,20 +183,6 @@ def _with_even_scratch(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
 def most_each(count: int) -> int:
     """Return the most that each of some sizes is taken to be, far above any device: their sum is a 64-bit integer."""
     return (1 << 60) // max(1, count)
-
-
-def check_aligned(first: Trace, other: Trace) -> None:
-    """Check that two traces of one job do the same in the same order; NotAlignedError names the first difference."""
-    difference = _find_difference(first, other)
-    if difference is None:
-        return
-    raise NotAlignedError(
-        f"the step does other things with {_described(other)} than with {_described(first)}: {difference}",
-        limit="sizes can be extrapolated only if every batch goes the same way through the model",
-        fix="remove the branch on the batch, or what is kept from step to step; let the loader collate a list of "
-        "samples into one tensor, since each size of a list is another program",
-        rule="H425",
-    )
 
 
 def _described(trace: Trace) -> str:

@@ -145,6 +145,7 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
         for name, column in zip(Ran._fields, columns, strict=True)
     }
     described["assumptions"] = (*described.get("assumptions", ()), *recording.assumptions)
+    runs = sorted(recording.block_runs, key=lambda run: (run.forward[0], -run.forward[1]))  # the outermost first
     return Trace(
         events=np.array(events, dtype=np.int32),
         event_phase=np.array(recording.event_phase, dtype=np.int8),
@@ -156,7 +157,7 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
         resident=tuple(range(len(recording.resident))),
         carried=carried,
         growth_bytes=growth,
-        block_runs=tuple(_renamed(run, dense) for run in sorted(recording.block_runs, key=_outermost_first)),
+        block_runs=tuple(_renamed(run, dense) for run in runs),
         variants=tuple(recording.variants),
         uncalibrated_bytes=recording.uncalibrated_bytes,
         **described,
@@ -206,10 +207,6 @@ def _owners(recording: Recording, ledger: Ledger, numbers: Sequence[int]) -> lis
                 owner = _ACTIVATIONS
         owners.append(owner)
     return owners
-
-
-def _outermost_first(run: BlockRun) -> tuple[int, int]:
-    return run.forward[0], -run.forward[1]
 
 
 def _renamed(run: BlockRun, dense: dict[int, int]) -> BlockRun:

@@ -76,7 +76,7 @@ class Tracer(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         for handle in (
             register_module_forward_pre_hook(self._before_module),
-            register_module_forward_hook(self._after_module, always_call=True),
+            register_module_forward_hook(lambda module, *_: self._places.leave(module), always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
@@ -210,9 +210,6 @@ class Tracer(TorchDispatchMode):
         if self._phase() != BACKWARD and not self._places.in_module:
             self._outside = FORWARD
         self._places.enter(module)
-
-    def _after_module(self, module: nn.Module, _: Any, __: Any) -> None:
-        self._places.leave(module)
 
     def _before_step(self, _: torch.optim.Optimizer, __: Any, ___: Any) -> None:
         self._phase()

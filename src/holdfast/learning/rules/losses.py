@@ -62,7 +62,7 @@ def _sigmoid_twice(facts: Facts, say: Say) -> Iterator[Finding]:
             fix = f"remove the {source} before the loss."
             yield say(what, fix, place, severity="advice" if source == "tanh" else "error")
         # Small scores lie there by chance; those of probabilities come near both ends.
-        elif site.always("unit_range", 10) and site.flags["unit_spread"] > 0.2 * site.calls:
+        elif site.always("unit_range", 10) and site.flags.get("unit_spread", 0) > 0.2 * site.calls:
             what = f"all scores given to {site.function} lie between 0 and 1, as probabilities do"
             fix = "remove the activation before the loss, which applies a sigmoid itself."
             yield say(what, fix, place, severity="advice", confidence=0.7)
