@@ -55,10 +55,10 @@ class Net(nn.Module):
     def forward(self, index: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
         self.shortage.called_with(index)
         x = self.table(index)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             x = block(x)
-        if x.requires_grad:
-            x.register_hook(lambda _: self.shortage.at("backward"))
+            if number >= 5 and x.requires_grad:  # what backward frees between may be enough: limited again
+                x.register_hook(lambda _: self.shortage.at("backward"))
         return {"loss": self.head(x).square().mean()}
 
 
@@ -66,7 +66,8 @@ class Shortage:
     """Limits memory from a place in the second step on, until another batch is trained."""
 
     def __init__(self, place: str) -> None:
-        self.place, self.seen, self.now, self.limited = place, 0, set[int](), False
+        self.place, self.seen, self.now = place, 0, set[int]()
+        self.passes = self.limited = 0  # forward passes so far, and in which of them memory became short
         self.order: list[int] = []
 
     def collate(self, samples: list[int]) -> dict[str, torch.Tensor]:
@@ -76,6 +77,7 @@ class Shortage:
 
     def called_with(self, index: torch.Tensor) -> None:
         """Note the batch of a forward pass."""
+        self.passes += 1
         if int(index[0]) not in self.now:
             self.now, self.seen = set(index.tolist()), self.seen + 1
             if self.limited:
@@ -84,8 +86,8 @@ class Shortage:
 
     def at(self, place: str) -> None:
         """Limit memory if this is the place."""
-        if place == self.place and self.seen == 2 and not self.limited:
-            self.limited = True
+        if place == self.place and self.seen == 2 and self.limited in (0, self.passes):
+            self.limited = self.passes
             limit_memory(HEADROOM[place] * 2**20)
 
 
@@ -193,7 +195,7 @@ def main(host: str, place: str, folder: Path) -> None:
         "optimizer": digest(value for number in sorted(state) for _, value in sorted(state[number].items())),
         "rate": optimizer.param_groups[0]["lr"],
         "order": shortage.order,
-        "short": shortage.limited,
+        "short": shortage.limited > 0,
         "events": [[event.kind, event.data.get("promise")] for event in events],
     }
     sys.stdout.write(json.dumps(answer) + "\n")

@@ -34,6 +34,13 @@ def fresh_state() -> Iterator[None]:
     forget_settings()
 
 
+def guard_of(accelerator: Any, **parts: Any) -> Any:
+    """Return a guard of what was prepared."""
+    from holdfast.integrations.accelerate import accelerate_guard
+
+    return accelerate_guard(accelerator, **parts)
+
+
 def prepared(
     folder: Path,
     *,
@@ -98,16 +105,8 @@ def bare(folder: Path, *, epochs: int, **settings: Any) -> tuple[torch.Tensor, i
 def guarded(folder: Path, *, epochs: int, stop_after: int | None = None, **settings: Any) -> tuple[torch.Tensor, Any]:
     """Train the same under a guard; with `stop_after` leave it so many windows later without a word."""
     accelerator, model, optimizer, loader, scheduler = prepared(folder, **settings)
-    guard = holdfast.integrations.accelerate.accelerate_guard(
-        accelerator,
-        model=model,
-        optimizer=optimizer,
-        loader=loader,
-        scheduler=scheduler,
-        max_grad_norm=0.5,
-        save_interval_steps=2,
-        async_save=False,
-    )
+    parts = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
+    guard = guard_of(accelerator, **parts, max_grad_norm=0.5, save_interval_steps=2, async_save=False)
     for count, batch in enumerate(guard.batches(max_epochs=epochs), start=1):
         guard.step(batch, loss_of(model))
         if count == stop_after:
@@ -115,11 +114,6 @@ def guarded(folder: Path, *, epochs: int, stop_after: int | None = None, **setti
     found = weights(model), (guard.global_step, optimizer.param_groups[0]["lr"], guard.resumed_from)
     del guard
     return found
-
-
-@pytest.fixture(autouse=True)
-def imported() -> None:
-    import holdfast.integrations.accelerate  # noqa: F401
 
 
 @pytest.mark.parametrize(
@@ -141,9 +135,7 @@ def test_an_incomplete_last_window_counts_what_it_holds(tmp_path: Path) -> None:
             folder, accumulate=accumulate, samples=22, batch=batch, shuffle=False
         )
         model[2].p = 0.0
-        guard = holdfast.integrations.accelerate.accelerate_guard(
-            accelerator, model=model, optimizer=optimizer, loader=loader
-        )
+        guard = guard_of(accelerator, model=model, optimizer=optimizer, loader=loader)
         for each in guard.batches(max_epochs=2):
             guard.step(each, loss_of(model))
         assert guard.global_step == 6
@@ -166,7 +158,7 @@ def test_out_of_memory_cuts_the_batches_of_a_window(tmp_path: Path) -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return F.cross_entropy(model(batch[0]), batch[1])
 
-        guard = holdfast.integrations.accelerate.accelerate_guard(
+        guard = guard_of(
             accelerator, model=model, optimizer=optimizer, loader=loader, recompute=False, check_split=False
         )
         for batch in guard.batches(max_epochs=1):
@@ -180,17 +172,13 @@ def test_holdfast_loader_is_taken_as_it_is(tmp_path: Path) -> None:
     """A holdfast.DataLoader that was not prepared keeps its exact order; accumulation with it is refused."""
     accelerator, model, optimizer, _, _ = prepared(tmp_path)
     loader = holdfast.DataLoader(TensorDataset(torch.randn(8, 5), torch.arange(8) % 3), batch_size=4)
-    guard = holdfast.integrations.accelerate.accelerate_guard(
-        accelerator, model=model, optimizer=optimizer, loader=loader
-    )
+    guard = guard_of(accelerator, model=model, optimizer=optimizer, loader=loader)
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(model))
     assert guard.global_step == 2
     accelerator.gradient_accumulation_steps = 2
     with pytest.raises(PolicyError, match="gradient_accumulation_steps=2"):
-        holdfast.integrations.accelerate.accelerate_guard(
-            accelerator, model=model, optimizer=optimizer, loader=loader
-        )
+        guard_of(accelerator, model=model, optimizer=optimizer, loader=loader)
 
 
 def test_a_loop_over_the_loader_itself_is_refused_where_it_would_not_accumulate(tmp_path: Path) -> None:
@@ -199,7 +187,7 @@ def test_a_loop_over_the_loader_itself_is_refused_where_it_would_not_accumulate(
 
     for accumulate in (1, 2):
         accelerator, model, optimizer, loader, _ = prepared(tmp_path / str(accumulate), accumulate=accumulate)
-        guard = holdfast.integrations.accelerate.accelerate_guard(accelerator, model=model, optimizer=optimizer)
+        guard = guard_of(accelerator, model=model, optimizer=optimizer)
         before, batch = weights(model), next(iter(loader))
         if accumulate == 1:
             assert not guard.step(batch, loss_of(model)).skipped
@@ -224,9 +212,7 @@ def test_a_schedule_that_ends_before_the_windows_do_stays_at_its_end(tmp_path: P
         loader = DataLoader(TensorDataset(torch.randn(12, 5), torch.arange(12) % 3), batch_size=4)
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
         if guarded_by:
-            guard = holdfast.integrations.accelerate.accelerate_guard(
-                accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=schedule
-            )
+            guard = guard_of(accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=schedule)
             for batch in guard.batches(max_epochs=3):
                 guard.step(batch, loss_of(model))
             assert guard.global_step == 6
@@ -248,9 +234,7 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
 
     def refused(**settings: Any) -> str:
         with pytest.raises(PolicyError) as found:
-            holdfast.integrations.accelerate.accelerate_guard(
-                accelerator, **({"model": model, "optimizer": optimizer, "loader": loader} | settings)
-            )
+            guard_of(accelerator, **({"model": model, "optimizer": optimizer, "loader": loader} | settings))
         return found.value.rule
 
     for wrong in ({"model": None}, {"optimizer": None}, {"loader": 5}):

@@ -32,7 +32,7 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        facts = ", ".join(f"{key}={value!r}" for key, value in self.data.items())
+        facts = ", ".join(f"{key}={value!r}" for key, value in self.data.items() if value is not None)
         return f"[step {self.global_step}] {self.kind}: {facts}"
 
 

@@ -74,6 +74,8 @@ def test_records_are_frozen_and_keyword_only(record: Decision | Event) -> None:
 
 
 def test_an_event_reads_as_one_line() -> None:
-    """The text of an event names its step, its kind and its facts."""
-    event = Event(kind="out_of_memory", global_step=7, unix_seconds=1.5, data={"bytes": 3, "where": "cpu"})
+    """The text of an event names its step, its kind and the facts that are known."""
+    event = Event(
+        kind="out_of_memory", global_step=7, unix_seconds=1.5, data={"bytes": 3, "where": "cpu", "rule": None}
+    )
     assert str(event) == "[step 7] out_of_memory: bytes=3, where='cpu'"

@@ -50,7 +50,7 @@ class Sensitive(lr_scheduler.LRScheduler):
 
 
 class Demanding(Sensitive):
-    """Likewise, without a default."""
+    """The same, without a default."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)

@@ -288,7 +288,7 @@ def _stopped(event: Event) -> Statement:
 def _left(event: Event) -> list[Statement]:
     """Return the error that left a Guard, after what it was raised from."""
     common = {"source": "guard", "unix_seconds": event.unix_seconds}
-    facts = event.data if "type" in event.data else {"type": event.data.get("exception")}
+    facts = event.data if event.data.get("type") else {"type": event.data.get("exception")}
     found = chain_of(facts, fatal=False, position=0, common=common)
     found[-1] = replace(found[-1], rule=_rule_of(event))
     return found
