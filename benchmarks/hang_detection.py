@@ -25,8 +25,8 @@ from pathlib import Path
 
 from benchmarks.hang_cases import MECHANISMS, PHASES, RANKS, marked_lines, names
 from benchmarks.results_file import Result, read_options
-from holdfast.core.events import EventData
-from holdfast.core.process_events import Hang, HangSuspected
+from holdfast.core.events.event import EventData
+from holdfast.core.events.process_events import Hang, HangSuspected
 from holdfast.supervise.observe.environment import observing
 from holdfast.supervise.watch.limits import HangLimits
 from holdfast.supervise.watch.stacks import Stacks

@@ -33,7 +33,7 @@ import torch
 from benchmarks.forks import Counter, in_a_fork, single_threaded
 from benchmarks.integrations_job import FAULTS, STEPS, WARM_STEPS, Fault, Framework, How, Life
 from benchmarks.results_file import Result, read_options
-from holdfast.core.policy import Policy
+from holdfast.core.policy.policy import Policy
 from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.testing import flip_bit
 

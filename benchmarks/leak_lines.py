@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.leak_cases import CASES, HELD_OUT, write
 from benchmarks.results_file import Result, read_options
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board, request_trace
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, read_processes

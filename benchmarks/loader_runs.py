@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from benchmarks.loader_cases import BATCH_SIZE, KINDS, LENGTH, Samples, fork_lock
-from holdfast.core.events import EventData
-from holdfast.core.run_events import LoaderHealed
+from holdfast.core.events.event import EventData
+from holdfast.core.events.run_events import LoaderHealed
 from holdfast.loader.loader import DataLoader
 
 TIMEOUT_SECONDS = 1.0

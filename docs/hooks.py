@@ -140,7 +140,8 @@ def rules() -> str:
 
 def policy_table() -> str:
     """Return a table of the policy's fields: name, type, default, meaning with the source of the default."""
-    from holdfast.core import policy, policy_sources
+    from holdfast.core.policy import policy
+    from holdfast.core.policy import sources as policy_sources
 
     meanings = policy_sources.meanings_of(Path(policy.__file__), "Policy")
     rows = [
@@ -152,7 +153,7 @@ def policy_table() -> str:
 
 def presets_table() -> str:
     """Return a table of the presets' settings, each with its source."""
-    from holdfast.core.presets import PRESETS
+    from holdfast.core.policy.presets import PRESETS
 
     lines = ["| preset | field | value | source |", "|---|---|---|---|"]
     for preset in PRESETS.values():
@@ -165,7 +166,8 @@ def presets_table() -> str:
 def events_table() -> str:
     """Return a table of the kinds of events: kind, fields with their types, what it means."""
     from holdfast.checkpoint import interval
-    from holdfast.core import events, process_events, run_events
+    from holdfast.core.events import event as events
+    from holdfast.core.events import process_events, run_events
 
     lines = ["| kind | fields | meaning |", "|---|---|---|"]
     for module in (run_events, events, interval, process_events):

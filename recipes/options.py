@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import yaml
 
 from holdfast import HoldfastError, Policy
-from holdfast.core.policy_sources import from_environment, from_options, meanings_of
+from holdfast.core.policy.sources import from_environment, from_options, meanings_of
 from holdfast.loader.quarantine import Ledger
 
 _Options = TypeVar("_Options", bound="RunOptions")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from holdfast import Policy
-from holdfast.core.policy_sources import from_speechbrain
+from holdfast.core.policy.sources import from_speechbrain
 from recipes.options import Given, OptionError, RunOptions
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         PolicyError,
         RunDirectoryError,
     )
-    from holdfast.core.events import Event
-    from holdfast.core.policy import Policy
+    from holdfast.core.events.event import Event
+    from holdfast.core.policy.policy import Policy
     from holdfast.core.version import __version__
     from holdfast.guard.guard import Guard
     from holdfast.guard.result import StepResult
@@ -35,7 +35,7 @@ _HOMES = {
     "BatchError": "core.errors",
     "CheckpointError": "core.errors",
     "DataLoader": "loader.loader",
-    "Event": "core.events",
+    "Event": "core.events.event",
     "FeatureCache": "loader.features.cache",
     "Guard": "guard.guard",
     "HoldfastError": "core.errors",
@@ -43,7 +43,7 @@ _HOMES = {
     "Loss": "numerics.loss",
     "NonFiniteError": "core.errors",
     "OutOfMemoryError": "core.errors",
-    "Policy": "core.policy",
+    "Policy": "core.policy.policy",
     "PolicyError": "core.errors",
     "RunDirectoryError": "core.errors",
     "StepResult": "guard.result",

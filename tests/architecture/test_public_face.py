@@ -84,7 +84,7 @@ def test_the_fields_of_a_result_and_of_the_policy() -> None:
         "loss", "items", "grad_norm", "micro_batch_size", "attempts", "skipped", "reason",
         "dropped_samples",
     ]  # fmt: skip
-    source = (ROOT / "src/holdfast/core/policy.py").read_text().splitlines()
+    source = (ROOT / "src/holdfast/core/policy/policy.py").read_text().splitlines()
     for field in dataclasses.fields(holdfast.Policy):
         (line,) = [number for number, text in enumerate(source) if text.startswith(f"    {field.name}: ")]
         assert source[line + 1].strip().startswith('"""'), field.name

@@ -75,7 +75,7 @@ def test_every_command_that_is_shown_is_understood_by_the_command_line() -> None
 
 def test_every_kind_of_event_that_is_shown_is_recorded_somewhere() -> None:
     """A filter for a kind that never comes would print nothing, and prove nothing."""
-    events = importlib.import_module("holdfast.core.events")
+    events = importlib.import_module("holdfast.core.events.event")
     decisions = {_snake(name) for name in vars(events) if name[:1].isupper()}
     sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     for page, line in _commands():

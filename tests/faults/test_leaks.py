@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.prepared import run_prepared
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board, request_trace
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, read_processes

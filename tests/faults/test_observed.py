@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.prepared import run_prepared
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.progress import Phase, Standing, StepSample, read_board, read_samples
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, ProcessInfo, read_processes

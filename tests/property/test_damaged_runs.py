@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from holdfast.cli.main import make_app
 from holdfast.core.clock import SystemClock
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.run_events import Closed
+from holdfast.core.events.run_events import Closed
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.record import RunRecord
 from holdfast.recorder.black_box import BlackBox, StepMark

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART, PART_BYTES, BlackBox
 from holdfast.recorder.reader import read_events, read_ring
 from holdfast.recorder.ring import HEADER_BYTES, RingWriter, slot_struct

@@ -16,7 +16,7 @@ from recipes.classifier.faults import CUT_OFF, FAULTS, NOT_A_NUMBER
 from recipes.classifier.images import DataError, Folder, find_source, write_digits, write_idx
 from recipes.classifier.train import main
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.explain.collecting import collect
 from holdfast.explain.judging import judge
 from holdfast.explain.verdict import Verdict

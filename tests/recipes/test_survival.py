@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.loader.quarantine import FILE_NAME, read_ledger
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.reader import read_events, read_steps

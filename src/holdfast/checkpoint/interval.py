@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 
 from holdfast.checkpoint.goodput import optimal_interval_seconds
-from holdfast.core.events import Decision
+from holdfast.core.events.event import Decision
 
 START_STEPS = 500
 """Until a step and a save were measured: the Hugging Face Trainer's default."""

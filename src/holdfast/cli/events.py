@@ -14,7 +14,7 @@ import typer
 
 from holdfast.cli.output import Json, failing_clearly, print_json
 from holdfast.core.clock import SystemClock
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.core.text import as_json_value, moment, sanitise
 from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordings
 from holdfast.report.sources import Source, is_sound_event

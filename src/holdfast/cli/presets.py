@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from holdfast.cli.output import Json, console, failing_clearly, print_json
-from holdfast.core.presets import PRESETS, Preset, find_preset
+from holdfast.core.policy.presets import PRESETS, Preset, find_preset
 
 
 def run(

@@ -25,7 +25,7 @@ from holdfast.checkpoint.goodput import (
 )
 from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.core.text import duration
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.reader import read_events, read_steps

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Facts, Lost, Statement
 from holdfast.explain.logs.files import opened
 from holdfast.explain.logs.keeping import Readable

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 
 # Looked for in ``file:function``. A frozen module has no file; ``<string>:__init__`` is what `dataclass` writes.
 _FOREIGN = re.compile(

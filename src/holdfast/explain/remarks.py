@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Facts
 from holdfast.explain.verdict import Exhibit
 

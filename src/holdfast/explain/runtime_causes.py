@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.core.text import size
 from holdfast.explain.evidence import Ending, Facts
 from holdfast.explain.remarks import hang_left_alone, kills_counted, leak_place

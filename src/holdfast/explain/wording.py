@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.explain import remarks
 from holdfast.explain.evidence import Facts, Frame, Statement, is_own_code, library_file, own_frame
 from holdfast.explain.logs.text import quoted

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import LoaderError, PolicyError
-from holdfast.core.events import EventData
+from holdfast.core.events.event import EventData
 from holdfast.guard.parts import Stateful
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from holdfast.core import run_events
-from holdfast.core.policy import Policy
+from holdfast.core.events import run_events
+from holdfast.core.policy.policy import Policy
 from holdfast.explain.rules import find_rule
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord

@@ -17,11 +17,11 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from holdfast.core import run_events
 from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import PolicyError
-from holdfast.core.events import Event, EventData
-from holdfast.core.policy import Policy
+from holdfast.core.events import run_events
+from holdfast.core.events.event import Event, EventData
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.images import keep_image

@@ -17,11 +17,11 @@ import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.core import run_events
 from holdfast.core.errors import PolicyError
-from holdfast.core.events import EventData
-from holdfast.core.policy import Policy
-from holdfast.core.policy_sources import PREFIX, from_environment
+from holdfast.core.events import run_events
+from holdfast.core.events.event import EventData
+from holdfast.core.policy.policy import Policy
+from holdfast.core.policy.sources import PREFIX, from_environment
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.guard import Guard, evaluating
 from holdfast.guard.record import End

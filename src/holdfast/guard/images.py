@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.core import run_events
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
+from holdfast.core.events import run_events
 from holdfast.guard.record import RunRecord
 
 IMAGES_FOLDER = "images"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import PolicyError, did_you_mean
-from holdfast.core.policy import Precision
+from holdfast.core.policy.policy import Precision
 from holdfast.numerics.eager import as_written
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

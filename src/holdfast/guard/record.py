@@ -19,10 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from holdfast.core import run_events
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, RunDirectoryError
-from holdfast.core.events import Event, EventData, Recompute, RollBack, SkipStep, Split, Stop
+from holdfast.core.events import run_events
+from holdfast.core.events.event import Event, EventData, Recompute, RollBack, SkipStep, Split, Stop
 from holdfast.core.raised import describe_exception, printable
 from holdfast.guard.stop import Interrupted
 from holdfast.recorder.black_box import BlackBox, StepMark

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.core.events import Decision
+from holdfast.core.events.event import Decision
 from holdfast.numerics.gradients import GradientFacts, Group
 from holdfast.numerics.provenance import Origin
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import BatchError, PolicyError
-from holdfast.core.policy import Policy
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.guard import Guard, take_scale
 from holdfast.guard.hosted import agreed
 from holdfast.guard.result import StepResult

@@ -23,10 +23,10 @@ import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.newest import move_aside, newest_good, out_of_reach, paths_in
-from holdfast.core import run_events
 from holdfast.core.errors import PolicyError
-from holdfast.core.events import EventData
-from holdfast.core.policy import Policy
+from holdfast.core.events import run_events
+from holdfast.core.events.event import EventData
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.directory import check_found
 from holdfast.guard.guard import take_scale
 from holdfast.guard.hosted import HostedGuard

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.core import run_events
 from holdfast.core.clock import SystemClock
 from holdfast.core.errors import NonFiniteError
-from holdfast.core.events import EventData, SkipStep
-from holdfast.core.policy import Policy
+from holdfast.core.events import run_events
+from holdfast.core.events.event import EventData, SkipStep
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.record import RunRecord
 from holdfast.guard.state.buffers import BufferKeeper

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.policy import Objective, Policy
+from holdfast.core.policy.policy import Objective, Policy
 from holdfast.explain.rules import find_rule
 from holdfast.learning.finding import Finding
 from holdfast.learning.observer import Observer

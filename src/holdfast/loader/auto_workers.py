@@ -18,8 +18,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.core import run_events
-from holdfast.core.events import EventData
+from holdfast.core.events import run_events
+from holdfast.core.events.event import EventData
 from holdfast.loader.machine import Load, Machine, most_workers
 from holdfast.loader.workers.pool import WorkerSettings
 

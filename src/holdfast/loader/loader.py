@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
-from holdfast.core import run_events
 from holdfast.core.errors import LoaderError
-from holdfast.core.events import EventData
+from holdfast.core.events import run_events
+from holdfast.core.events.event import EventData
 from holdfast.loader.arguments import (
     AUTO,
     as_torch,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.core.control_groups import group_folders
-from holdfast.core.run_events import Preflight
+from holdfast.core.events.run_events import Preflight
 from holdfast.core.text import size
 from holdfast.loader.splitting import tensors_in
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import LoaderError
-from holdfast.core.run_events import SampleQuarantined
+from holdfast.core.events.run_events import SampleQuarantined
 
 FILE_NAME = "quarantine.json"
 FOUND_BY_READING = frozenset({"raised", "non-finite", "hung", "killed its worker"})

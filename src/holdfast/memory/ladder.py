@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from holdfast.core.events import Decision, Grow, Promise, Recompute, Retry, Split, Stop
-from holdfast.core.policy import Policy
+from holdfast.core.events.event import Decision, Grow, Promise, Recompute, Retry, Split, Stop
+from holdfast.core.policy.policy import Policy
 
 _LONGEST_WAIT_FACTOR = 64
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.core.run_events import Aligned
+from holdfast.core.events.run_events import Aligned
 
 # Width of the diagonal band, relative to the whole length: Tachibana et al., arXiv 1710.08969, section 4.1.
 _WIDTH = 0.2

@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.ring import RingWriter
 
 STEPS_FILE, EVENTS_FILE = "steps.ring", "events.ring"

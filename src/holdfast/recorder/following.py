@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.progress import StepSample, sample_of
 from holdfast.recorder.reader import EventParts, StepRecord, mark_of
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_ring, slot_struct

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, LOSS_IS_READ, NORM_IS_READ, PART, STEP, STEPS_FILE, StepMark
 from holdfast.recorder.progress import sample_of
 from holdfast.recorder.ring import Record, read_ring, value_or_none

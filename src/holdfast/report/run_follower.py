@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE, StepMark
 from holdfast.recorder.following import EventFollower, MarkFollower, SampleFollower

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.run_files import (
     PROCESSES_FOLDER,
     SUPERVISED_FILE,

@@ -15,7 +15,7 @@ from tests.unit.report.made_runs import locked
 from typer.testing import CliRunner, Result
 
 from holdfast.cli import events, explain
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
 from holdfast.recorder.run_files import LOST_FILE, SUPERVISOR_FOLDER, ProcessInfo, write_process
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from holdfast.cli.explain import print_verdict
 from holdfast.cli.main import make_app
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.explain.rules import catalogue
 from holdfast.explain.signature import FAMILIES
 from holdfast.explain.verdict import Exhibit, Verdict

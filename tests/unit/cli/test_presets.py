@@ -8,8 +8,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from holdfast.cli.main import make_app
-from holdfast.core.policy import Policy
-from holdfast.core.presets import PRESETS
+from holdfast.core.policy.policy import Policy
+from holdfast.core.policy.presets import PRESETS
 
 app = make_app()
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import holdfast
 from holdfast.checkpoint.goodput import effective_training_time_ratio
 from holdfast.cli import simulate
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
 
 _LLAMA = ("--failures", "419/54d")

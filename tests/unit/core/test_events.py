@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.interval import SaveInterval
-from holdfast.core import events, process_events, run_events
-from holdfast.core.events import Decision, Event, EventData, RollBack
+from holdfast.core.events import event as events
+from holdfast.core.events import process_events, run_events
+from holdfast.core.events.event import Decision, Event, EventData, RollBack
 
 SOURCE = Path(events.__file__).parents[1]
 _EMITTERS = {"emit", "_emit"}

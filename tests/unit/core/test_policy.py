@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.policy import Policy
+from holdfast.core.policy.policy import Policy
 
 _NOT_A_COUNT = [0, -1, 1.0, 2.5, math.nan, math.inf, "8", True, False, [4]]
 _BAD = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.policy import Policy
-from holdfast.core.presets import PRESETS, find_preset
+from holdfast.core.policy.policy import Policy
+from holdfast.core.policy.presets import PRESETS, find_preset
 
 
 def test_every_preset_is_a_policy_and_names_its_sources() -> None:

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.evidence import Ending, Facts, Frame, Statement
 from holdfast.explain.judging import judge

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.explain.collecting import collect
 from holdfast.explain.evidence import Ending, Facts, Statement
 from holdfast.explain.judging import judge

@@ -10,7 +10,7 @@ from torch import nn
 
 import holdfast
 from holdfast.core.clock import SystemClock
-from holdfast.core.policy import Policy
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import gather_parts
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.split_safety import SplitSafety

@@ -19,7 +19,7 @@ import holdfast
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.saver import write as really_write
 from holdfast.checkpoint.store import Store
-from holdfast.core import run_events
+from holdfast.core.events import run_events
 from holdfast.guard.record import RunRecord
 from holdfast.guard.saving import saves as saving
 from holdfast.testing import FakeClock

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.loader.samples import Samples, items
 
 from holdfast.core.errors import LoaderError
-from holdfast.core.events import EventData
-from holdfast.core.run_events import SampleQuarantined
+from holdfast.core.events.event import EventData
+from holdfast.core.events.run_events import SampleQuarantined
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, read_ledger
 

@@ -17,8 +17,8 @@ from tests.unit.loader.samples import Samples, items
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.core.errors import LoaderError
-from holdfast.core.events import EventData
-from holdfast.core.run_events import DescriptorLimitRaised
+from holdfast.core.events.event import EventData
+from holdfast.core.events.run_events import DescriptorLimitRaised
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.workers.board import PREPARING, STARTING, Showing
 from holdfast.loader.workers.fetch import Report

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from holdfast.core.events import Decision, Grow, Recompute, Retry, Split, Stop
-from holdfast.core.policy import Policy
+from holdfast.core.events.event import Decision, Grow, Recompute, Retry, Split, Stop
+from holdfast.core.policy.policy import Policy
 from holdfast.memory.ladder import MemoryLadder, Plan, Remedies
 
 _BLOCKS = Remedies(recompute=("layers.0", "layers.1"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.events import RollBack, SkipStep, Stop
+from holdfast.core.events.event import RollBack, SkipStep, Stop
 from holdfast.numerics.bad_samples import find_bad_samples
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from holdfast.core.events import RollBack, SkipStep, Stop
+from holdfast.core.events.event import RollBack, SkipStep, Stop
 from holdfast.numerics.spikes import Level, SpikeDetector, decide_after_spike
 
 Pair = tuple[float, float]

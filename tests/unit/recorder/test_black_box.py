@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import StepRecord, read_events, read_steps
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART_BYTES, STEPS_FILE, BlackBox, StepMark
 from holdfast.recorder.following import EventFollower, MarkFollower, RingFollower, SampleFollower
 from holdfast.recorder.progress import SampleRing, StepSample, read_samples

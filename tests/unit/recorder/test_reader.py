@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART, PART_BYTES, STEP, STEPS_FILE, BlackBox
 from holdfast.recorder.reader import read_events, read_ring, read_steps
 from holdfast.recorder.ring import RingWriter, slot_struct

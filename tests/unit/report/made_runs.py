@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import _SAMPLE, Phase, ProgressBoard, SampleRing, StepSample
 from holdfast.recorder.ring import HEADER_BYTES, slot_struct

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.process_events import Leak, LeakTrace
+from holdfast.core.events.process_events import Leak, LeakTrace
 from holdfast.supervise.leaks import census
 from holdfast.supervise.leaks.holders import Holders, Step, locals_of, text_of
 from holdfast.supervise.leaks.lines import Lines

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, read_processes

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import ProgressBoard, SampleRing, StepSample
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, ProcessInfo, write_process

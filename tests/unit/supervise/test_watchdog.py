@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.process_events import Hang
+from holdfast.core.events.process_events import Hang
 from holdfast.recorder.progress import Phase, ProgressBoard
 from holdfast.recorder.run_files import BOARD_FILE, ProcessInfo, write_process
 from holdfast.supervise.process_tree import read_process

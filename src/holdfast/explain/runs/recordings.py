@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import HoldfastError, RunDirectoryError
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.reader import StepRecord, not_recorded_any_more, read_events, read_steps

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Frame, Statement
 from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.logs.text import read_log

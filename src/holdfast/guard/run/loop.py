@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.core import run_events
 from holdfast.core.errors import PolicyError
+from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
 from holdfast.guard.record import End

@@ -17,9 +17,9 @@ from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.store import Entry, Store
-from holdfast.core import run_events
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, RunDirectoryError
+from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import Phase

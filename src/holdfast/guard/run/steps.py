@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from holdfast.core import run_events
 from holdfast.core.errors import (
     BatchError,
     DivergenceError,
@@ -16,7 +15,8 @@ from holdfast.core.errors import (
     NonFiniteError,
     OutOfMemoryError,
 )
-from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
+from holdfast.core.events import run_events
+from holdfast.core.events.event import Decision, Promise, RollBack, SkipStep, Stop
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Provenance, Ruling, StepResult
 from holdfast.guard.run.schedules import advance, scale
 from holdfast.guard.run.session import Session

@@ -21,10 +21,10 @@ from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.interval import IntervalChooser
 from holdfast.checkpoint.saver import Snapshot, encode, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
-from holdfast.core import run_events
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
-from holdfast.core.policy import Policy
+from holdfast.core.events import run_events
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
 from holdfast.guard.record import RunRecord, described

@@ -21,11 +21,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from holdfast.core import run_events
 from holdfast.core.errors import BatchError
-from holdfast.core.events import Promise
+from holdfast.core.events import run_events
+from holdfast.core.events.event import Promise
 from holdfast.core.forked import backward_works_in_a_copy
-from holdfast.core.policy import Policy, SplitHazard
+from holdfast.core.policy.policy import Policy, SplitHazard
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.loss_functions import called_inside, description_of, returning_a_loss

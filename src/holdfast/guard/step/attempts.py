@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from holdfast.core import run_events
 from holdfast.core.errors import BatchError, HoldfastError, PolicyError
-from holdfast.core.events import Decision, Stop
-from holdfast.core.policy import Policy
+from holdfast.core.events import run_events
+from holdfast.core.events.event import Decision, Stop
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
 from holdfast.guard.result import Attempt

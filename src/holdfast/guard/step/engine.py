@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from holdfast.core import run_events
 from holdfast.core.clock import Clock
 from holdfast.core.errors import DeviceError, OutOfMemoryError
-from holdfast.core.events import Promise, Stop
-from holdfast.core.events import Split as SplitDecision
-from holdfast.core.policy import Policy
+from holdfast.core.events import run_events
+from holdfast.core.events.event import Promise, Stop
+from holdfast.core.events.event import Split as SplitDecision
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError
-from holdfast.core.policy import Precision
+from holdfast.core.policy.policy import Precision
 from holdfast.guard.parts import autocast
 from holdfast.guard.splitting.loss_functions import weights_stay
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety

@@ -20,9 +20,9 @@ import torch
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.newest import newest_good
 from holdfast.checkpoint.seal import is_sealed, manifest_beside, seal, verify
-from holdfast.core import run_events
 from holdfast.core.durable import fsync_path
 from holdfast.core.errors import HoldfastError
+from holdfast.core.events import run_events
 from holdfast.integrations.protocol import Emit, attempt_save, load, log_event
 
 load("lightning.pytorch")

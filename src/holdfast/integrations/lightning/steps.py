@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.core import run_events
+from holdfast.core.events import run_events
 from holdfast.guard.accumulation import Accumulation, divided
 from holdfast.guard.hosted import HostedGuard
 from holdfast.guard.result import StepResult

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.policy import Policy
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction

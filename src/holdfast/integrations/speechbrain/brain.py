@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from holdfast.core import run_events
-from holdfast.core.policy import Policy
-from holdfast.core.policy_sources import from_speechbrain
+from holdfast.core.events import run_events
+from holdfast.core.policy.policy import Policy
+from holdfast.core.policy.sources import from_speechbrain
 from holdfast.guard.accumulation import Accumulation, divided
 from holdfast.guard.directory import check_found
 from holdfast.guard.hosted import HostedGuard, hosted_policy

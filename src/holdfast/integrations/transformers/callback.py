@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.newest import move_aside
 from holdfast.checkpoint.seal import check, seal
-from holdfast.core import run_events
+from holdfast.core.events import run_events
 from holdfast.guard.stop import StopRequest
 from holdfast.integrations.protocol import attempt_save
 from holdfast.integrations.recording import Recording

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from holdfast.core import run_events
 from holdfast.core.errors import BatchError, OutOfMemoryError
-from holdfast.core.policy import Policy
+from holdfast.core.events import run_events
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.splitting.window import Window
 from holdfast.integrations.protocol import Framework, check_accelerator, excluded, load, may_save, open_guard

@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.core import run_events
-from holdfast.core.events import EventData
+from holdfast.core.events import run_events
+from holdfast.core.events.event import EventData
 from holdfast.loader.weak_calls import WeakCall
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.core.events import EventData
+from holdfast.core.events.event import EventData
 from holdfast.loader.order.plan import Entry, Plan
 from holdfast.loader.quarantine import Ledger, key_of
 from holdfast.loader.workers.board import Board, Showing

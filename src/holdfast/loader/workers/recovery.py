@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-from holdfast.core import run_events
 from holdfast.core.errors import LoaderError
-from holdfast.core.events import EventData
+from holdfast.core.events import run_events
+from holdfast.core.events.event import EventData
 from holdfast.loader.quarantine import key_of, plain
 from holdfast.loader.workers.board import Showing
 from holdfast.loader.workers.fetch import Report

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.core.clock import SystemClock
-from holdfast.core.events import Event
+from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.progress import StepSample
 from holdfast.report.run_follower import News

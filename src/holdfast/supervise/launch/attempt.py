@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from holdfast.core import process_events
-from holdfast.core.events import EventData
-from holdfast.core.process_events import Hang
+from holdfast.core.events import process_events
+from holdfast.core.events.event import EventData
+from holdfast.core.events.process_events import Hang
 from holdfast.recorder.run_files import ProcessInfo, process_lives, read_processes
 from holdfast.supervise.launch.commands import Launcher, Sentinel
 from holdfast.supervise.launch.output import Copier, Streams

@@ -13,11 +13,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.core import process_events
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import HoldfastError
-from holdfast.core.events import Event, EventData
-from holdfast.core.run_events import RecordingMovedAside
+from holdfast.core.events import process_events
+from holdfast.core.events.event import Event, EventData
+from holdfast.core.events.run_events import RecordingMovedAside
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Phase, Standing, read_board

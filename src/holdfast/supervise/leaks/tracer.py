@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.events import EventData
-from holdfast.core.process_events import Leak, LeakTrace
+from holdfast.core.events.event import EventData
+from holdfast.core.events.process_events import Leak, LeakTrace
 from holdfast.core.text import sanitise
 from holdfast.explain.signatures.leaks import signature_of
 from holdfast.supervise.leaks.census import Census, Frames, Weight

@@ -20,7 +20,7 @@ from holdfast.core.raised import describe_exception, printable
 from holdfast.supervise.observe.importing import ImportWatch
 
 if TYPE_CHECKING:
-    from holdfast.core.events import EventData
+    from holdfast.core.events.event import EventData
 
 _FIRST = 1_000_000  # before the finalizers of multiprocessing, which wait for queues and children
 _OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - as it stands in a frame
@@ -70,7 +70,7 @@ class Endings:
 
     def _record(self, error: BaseException, traceback: TracebackType | None, thread: str, *, fatal: bool) -> None:
         with suppress(Exception):  # `emit` notes what goes wrong, and the script's own hook must be called
-            from holdfast.core.process_events import ExceptionRaised  # not at every start of a process
+            from holdfast.core.events.process_events import ExceptionRaised  # not at every start of a process
 
             facts = describe_exception(error, traceback, without=_OURS)
             self._emit(ExceptionRaised(**facts, thread=thread, fatal=fatal))

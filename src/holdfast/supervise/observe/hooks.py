@@ -13,13 +13,10 @@ from _thread import get_ident
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.recorder.progress import Phase
-from holdfast.supervise.observe.steps import Steps
-
-if TYPE_CHECKING:
-    from holdfast.supervise.observe.observer import Observer
+from holdfast.supervise.observe.steps import Observed, Steps
 
 Function = Callable[..., Any]
 # Who saves in the thread that trains; `torch.save` besides. Each is wrapped when the script imports its module.
@@ -30,7 +27,7 @@ _SAVERS = {
 }
 
 
-def install(torch: ModuleType, observer: Observer) -> Steps:
+def install(torch: ModuleType, observer: Observed) -> Steps:
     """Begin to observe a training of this process with the module of torch."""
     steps = Steps(observer, torch, partial(_was_made, torch.optim.Optimizer))
     hooks = _Hooks(torch, observer, steps)
@@ -66,7 +63,7 @@ def _wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
 class _Hooks:
     """Each method hooks into one module of torch, or of another package."""
 
-    def __init__(self, torch: ModuleType, observer: Observer, steps: Steps) -> None:
+    def __init__(self, torch: ModuleType, observer: Observed, steps: Steps) -> None:
         self._torch: Any = torch
         self._observer, self._steps = observer, steps
         self._is_compiling: Callable[[], bool] = torch.compiler.is_compiling

@@ -32,7 +32,7 @@ from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.stacks import Stacks
 
 if TYPE_CHECKING:
-    from holdfast.core.events import EventData
+    from holdfast.core.events.event import EventData
     from holdfast.recorder.black_box import EventRing
     from holdfast.supervise.observe.steps import Steps
 
@@ -144,7 +144,7 @@ class Observer:
         """Record an event; from any thread."""
         try:
             # Here, as the classes elsewhere: most processes without torch have no events, and these take 20 ms.
-            from holdfast.core.events import Event
+            from holdfast.core.events.event import Event
             from holdfast.recorder.black_box import EventRing
 
             with self._lock:
@@ -185,7 +185,7 @@ class Observer:
                 self._steps.finish()
             self.board.enter(Phase.ENDING)
             if not self._has_left and (self._events is not None or status):
-                from holdfast.core import process_events
+                from holdfast.core.events import process_events
 
                 self.emit(process_events.Exiting(how=how, status=status, said=said or None))
             self._has_left = True
@@ -193,12 +193,12 @@ class Observer:
             self.failed(error)
 
     def _on_guard(self, path: Path) -> None:
-        from holdfast.core import process_events
+        from holdfast.core.events import process_events
 
         self.emit(process_events.Guard(path=str(path)))
 
     def _on_torch(self, torch: Any) -> None:
-        from holdfast.core import process_events
+        from holdfast.core.events import process_events
         from holdfast.supervise.observe.hooks import install
 
         self._torch = str(torch.__version__)

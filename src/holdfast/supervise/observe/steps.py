@@ -17,20 +17,45 @@ from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Protocol, TypeVarTuple
 
-from holdfast.core.process_events import StepsNotRecorded
+from holdfast.core.events.process_events import StepsNotRecorded
 from holdfast.recorder.progress import Phase, SampleRing
 from holdfast.supervise.observe.values import MemoryReadings, OnItsWay, ValueReader
 
 if TYPE_CHECKING:
-    from holdfast.supervise.observe.observer import Observer
+    from holdfast.core.events.event import EventData
+    from holdfast.recorder.progress import ProgressBoard
+    from holdfast.recorder.run_files import ProcessRole
+    from holdfast.supervise.observe.importing import ImportWatch
 
 P = TypeVarTuple("P")
 # Calls of backward after which they are counted as steps although an optimizer was made: it is compiled, so that its
 # hooks do not run. More than recipes accumulate.
 _PATIENCE = 256
 _Value = float | OnItsWay | None
+
+
+class Observed(Protocol):
+    """The process that is observed, as far as its steps need it."""
+
+    watch: ImportWatch
+
+    @property
+    def board(self) -> ProgressBoard:
+        """What the process does right now."""
+
+    def samples(self) -> SampleRing:
+        """Open the ring that steps are recorded in."""
+
+    def emit(self, data: EventData) -> None:
+        """Record an event."""
+
+    def becomes(self, role: ProcessRole) -> None:
+        """Say what the process has turned out to be."""
+
+    def failed(self, error: BaseException) -> None:
+        """Note an error of ours, which must not reach the script."""
 
 
 def _noted(method: Callable[[Steps, *P], None]) -> Callable[[Steps, *P], None]:
@@ -47,7 +72,7 @@ def _noted(method: Callable[[Steps, *P], None]) -> Callable[[Steps, *P], None]:
 class Steps:
     """Counts the steps of this process and shows its phases."""
 
-    def __init__(self, observer: Observer, torch: ModuleType, finds_optimizer: Callable[[], bool]) -> None:
+    def __init__(self, observer: Observed, torch: ModuleType, finds_optimizer: Callable[[], bool]) -> None:
         self.observer = observer
         self._values, self._memory = ValueReader(torch), MemoryReadings(torch)
         self._finds_optimizer = finds_optimizer

@@ -14,8 +14,8 @@ from typing import Literal
 
 from holdfast.core.control_groups import memory_available_bytes
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.events import Event, EventData
-from holdfast.core.process_events import MemoryTrend
+from holdfast.core.events.event import Event, EventData
+from holdfast.core.events.process_events import MemoryTrend
 from holdfast.core.text import duration, size
 from holdfast.explain.signatures.leaks import signature_of
 from holdfast.memory.leaks import Growth, Reading, find_growth

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.core import process_events
-from holdfast.core.events import EventData
-from holdfast.core.process_events import Hang, HangSuspected
+from holdfast.core.events import process_events
+from holdfast.core.events.event import EventData
+from holdfast.core.events.process_events import Hang, HangSuspected
 from holdfast.explain.hangs.blame import SIGNATURES_OF, Diagnosis, Remedy, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.recorder.progress import Phase

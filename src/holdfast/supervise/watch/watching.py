@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.core.events import EventData
-from holdfast.core.process_events import Hang, WatchingFailed
+from holdfast.core.events.event import EventData
+from holdfast.core.events.process_events import Hang, WatchingFailed
 from holdfast.supervise.watch.limits import HangLimits
 
 _TREND_SECONDS = 10.0  # a slope over minutes is wanted; reading the samples of a run costs some milliseconds

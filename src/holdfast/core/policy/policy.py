@@ -2,7 +2,7 @@
 
 Where a value comes from, strongest first: a keyword argument or an option of the command line, a ``HOLDFAST_*``
 variable, a YAML file, a preset, the default here. `_strongest` decides that; the sources are read in
-``policy_sources`` and values judged in ``policy_checks``.
+``sources``, and what each field may be stands in ``checks``.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ import argparse
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform
 
-from holdfast.core import policy_sources
 from holdfast.core.errors import PolicyError
-from holdfast.core.policy_checks import (
+from holdfast.core.policy import sources
+from holdfast.core.policy.checks import (
+    CHECKS,
     ClipBy,
     Objective,
     Precision,
     SchedulerInterval,
     SpikeAction,
     SplitHazard,
-    check_policy,
+    bad_value,
 )
-from holdfast.core.presets import find_preset
+from holdfast.core.policy.presets import find_preset
 
 __all__ = ["ClipBy", "Objective", "Policy", "Precision", "SchedulerInterval", "SpikeAction", "SplitHazard"]
 
@@ -42,17 +43,17 @@ def _layered(cls: type[_Class]) -> type[_Class]:
 
     @functools.wraps(plain_init)
     def __init__(self: Any, **values: Any) -> None:  # noqa: N807
-        policy_sources.check_keys(values, _fields())
+        sources.check_keys(values, _fields())
         variables = _variables()
         try:
             merged = _above_preset(_strongest({}, values))
             plain_init(self, **{key: tuple(v) if isinstance(v, list) else v for key, v in merged.items()})
         except PolicyError as error:
             used = [key for key, value in variables.items() if values.get(key, value) == value]
-            raise policy_sources.naming_variables(error, used) from error.__cause__
+            raise sources.naming_variables(error, used) from error.__cause__
 
     made.__init__ = __init__  # type: ignore[method-assign]
-    meanings = policy_sources.meanings_of(Path(__file__), cls.__name__)
+    meanings = sources.meanings_of(Path(__file__), cls.__name__)
     listed = [f"    {name}: {' '.join(text.split())}" for name, text in meanings.items()]
     made.__doc__ = "\n".join([cls.__doc__ or "", "    Args, one for each field:", *listed, ""])
     return made
@@ -63,7 +64,7 @@ def _fields() -> list[str]:
 
 
 def _variables() -> dict[str, Any]:
-    return policy_sources.from_environment(os.environ, _fields())
+    return sources.from_environment(os.environ, _fields())
 
 
 def _strongest(file: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def _strongest(file: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[st
 def _above_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values, with those of the preset that they name below them."""
     others = dict(values)
-    name = others.pop(policy_sources.PRESET, None)
+    name = others.pop(sources.PRESET, None)
     return others if name is None else {**find_preset(name).values(), **others}
 
 
@@ -214,7 +215,7 @@ class Policy:
         Raises:
             PolicyError: H102, naming the field, its value and what is allowed; H109 for two that exclude each other.
         """
-        check_policy(self)
+        _check(self)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:
@@ -231,7 +232,7 @@ class Policy:
             >>> Policy.from_yaml(file, keep_latest_k=2).max_grad_norm
             5.0
         """
-        return cls(**_strongest(policy_sources.from_yaml(Path(path), _fields()), overrides))
+        return cls(**_strongest(sources.from_yaml(Path(path), _fields()), overrides))
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Policy:
@@ -247,7 +248,7 @@ class Policy:
             >>> Policy.preset("tts").max_grad_norm
             1.0
         """
-        return cls(**{policy_sources.PRESET: name, **overrides})
+        return cls(**{sources.PRESET: name, **overrides})
 
     @classmethod
     def from_speechbrain(cls, source: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Policy:
@@ -266,7 +267,7 @@ class Policy:
             PolicyError: H101 for a misspelt key; H102 for a value, also a limit of 0, which would multiply every
                 gradient by 0; H103 for a file that is no YAML mapping.
         """
-        recipe = policy_sources.from_speechbrain(source)
+        recipe = sources.from_speechbrain(source)
         if _strongest(recipe, overrides)["max_grad_norm"] is None:
             recipe["clip_by"] = "global"
         return cls(**_strongest(recipe, overrides))
@@ -279,7 +280,7 @@ class Policy:
             parser: Of your program. Options that it has already must not bear the same names.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
-        policy_sources.add_options(parser, defaults, policy_sources.meanings_of(Path(__file__), "Policy"))
+        sources.add_options(parser, defaults, sources.meanings_of(Path(__file__), "Policy"))
 
     @classmethod
     def from_arguments(cls, namespace: argparse.Namespace) -> Policy:
@@ -295,7 +296,7 @@ class Policy:
             >>> policy.max_grad_norm, policy.keep_latest_k
             (1.0, 2)
         """
-        file, given = policy_sources.from_options(namespace, _fields())
+        file, given = sources.from_options(namespace, _fields())
         return cls.of(file, **given)
 
     @classmethod
@@ -317,5 +318,48 @@ class Policy:
         Raises:
             PolicyError: H101, H102, H109 or H110.
         """
-        policy_sources.check_keys(overrides, _fields())
+        sources.check_keys(overrides, _fields())
         return Policy(**{**dataclasses.asdict(self), **_above_preset(overrides)})
+
+
+def _check(policy: Policy) -> None:
+    """Check every field by itself, and then the fields against each other.
+
+    Raises:
+        PolicyError: H102 for a value, H109 for values that exclude each other.
+    """
+    for name, (allowed, is_allowed) in CHECKS.items():
+        value = getattr(policy, name)
+        if not is_allowed(value):
+            raise bad_value(name, value, allowed)
+    for what, because, fix in _contradictions(policy):
+        raise PolicyError(what, limit=because, fix=fix, rule="H109")
+
+
+def _contradictions(policy: Policy) -> Iterator[tuple[str, str, str]]:
+    """Yield what a policy asks for with one field and rules out with another, why that is so, and the fix."""
+    size = policy.micro_batch_size
+    if policy.clip_by != "global" and policy.max_grad_norm is None:
+        what = f"clip_by={policy.clip_by!r} with max_grad_norm=None"
+        yield what, "there is no limit to clip to", "pass max_grad_norm, for instance 1.0, or clip_by='global'."
+    if policy.save_interval_minutes is not None and policy.save_interval_steps is None:
+        what = f"save_interval_minutes={policy.save_interval_minutes!r} with save_interval_steps=None"
+        yield what, "no checkpoints are written", "pass save_interval_steps='auto' or a number, or drop the minutes."
+    if policy.spike_clip and policy.spike_action == "off":
+        what = "spike_clip=True with spike_action='off'"
+        yield what, "spikes are not looked for", "use spike_action='warn' to clip spikes only."
+    if policy.drop_nonfinite_samples and not policy.provenance:
+        what = "drop_nonfinite_samples=True with provenance=False"
+        yield what, "the samples are not looked for", "leave provenance on: it finds the samples."
+    if policy.allow_split_with and size is None:
+        what = f"allow_split_with={policy.allow_split_with!r} with micro_batch_size=None"
+        yield what, "no batch is ever split", "use micro_batch_size='auto', or allow nothing."
+    if policy.forecast_micro_batch_size is not None and size != "auto":
+        what = f"forecast_micro_batch_size={policy.forecast_micro_batch_size} with micro_batch_size={size!r}"
+        yield what, "a size that is given is not forecast", 'use micro_batch_size="auto", or drop the forecast.'
+    by_spikes = policy.spike_action == "roll_back" and policy.objective == "minimize"
+    by_nonfinite = policy.nonfinite_patience is not None and policy.max_rollbacks > 0
+    if policy.rollback_lr_factor is not None and not (by_spikes or by_nonfinite):
+        what = f"rollback_lr_factor={policy.rollback_lr_factor!r} in a run that never rolls back"
+        because = "neither spikes nor non-finite steps lead to a rollback"
+        yield what, because, "set nonfinite_patience and max_rollbacks >= 1, or drop rollback_lr_factor."

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core.errors import PolicyError, did_you_mean
-from holdfast.core.policy_checks import bad_value
+from holdfast.core.policy.checks import bad_value
 
 if TYPE_CHECKING:
     import yaml

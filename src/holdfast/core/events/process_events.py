@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from holdfast.core.events import EventData
+from holdfast.core.events.event import EventData
 
 # --- the supervisor ---------------------------------------------------------------------------------------------
 

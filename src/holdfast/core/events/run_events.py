@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from holdfast.core.events import EventData, Promise
+from holdfast.core.events.event import EventData, Promise
 
 
 class _Why(EventData):

@@ -1,0 +1,1 @@
+"""What happens in a run: one class for each kind of event."""

@@ -1,0 +1,1 @@
+"""Every setting: its default, its checks, and where its value comes from."""
