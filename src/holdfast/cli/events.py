@@ -136,6 +136,8 @@ def _line(entry: _Entry) -> str:
     when = moment(event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
     # `repr` shows what a line break or an escape sequence in a fact is.
     facts = ", ".join(
-        f"{sanitise(key)}={sanitise(repr(value), most=_MOST_CHARACTERS)}" for key, value in event.data.items()
+        f"{sanitise(key)}={sanitise(repr(value), most=_MOST_CHARACTERS)}"
+        for key, value in event.data.items()
+        if value is not None
     )
     return f"{when}  {sanitise(entry.who)}  [step {event.global_step}] {sanitise(event.kind)}  {facts}"
