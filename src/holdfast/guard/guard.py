@@ -282,7 +282,7 @@ class Guard:
         self._record.emit(run_events.Validated(loss=value, learning_rate_changed_by=tuple(changed)))
 
     def emit(self, data: EventData) -> None:
-        """Record an event of ``core.run_events``, or of a subclass of `EventData` of your own.
+        """Record an event of ``core.events.run_events``, or of a subclass of `EventData` of your own.
 
         `holdfast events` and the report show it. ``numerics.alignment.report_alignment`` uses it for rule H852.
         """
