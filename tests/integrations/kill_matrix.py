@@ -6,6 +6,7 @@ and a digest of what they were augmented to. A kill is a SIGKILL inside an optim
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -318,7 +319,7 @@ def speechbrain() -> None:
 HOSTS = {each.__name__: each for each in (guard, accelerate, loop, counting_loop, trainer, lightning, speechbrain)}
 IMPORTS = {
     "guard": [], "loop": [], "counting_loop": [], "accelerate": ["accelerate", "holdfast.integrations.accelerate"],
-    "trainer": ["transformers", "holdfast.integrations.transformers"],
+    "trainer": ["transformers.trainer", "holdfast.integrations.transformers.trainer"],
     "lightning": ["lightning.pytorch", "holdfast.integrations.lightning"],
     "speechbrain": ["speechbrain", "holdfast.integrations.speechbrain"],
 }  # fmt: skip
@@ -418,6 +419,7 @@ def main(folder: str, host: str, loader: str, batches: str, accumulate: str, eve
     # The first of these is imported by the first step of an optimizer.
     for name in ("torch._dynamo", "holdfast.guard.guard", *IMPORTS[host]):
         importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would look at all that was imported, and copy its pages
     column = Column(Path(folder), host, (loader, int(batches), int(accumulate), int(every)))
     (column.kill_once if kills == "once" else column.kill_twice)()
     sys.stdout.write("\n".join(column.wrong))
