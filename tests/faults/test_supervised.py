@@ -239,7 +239,9 @@ while True:
 
 def test_signals_are_passed_on_once_and_to_whom_they_belong(supervise):
     """USR1, USR2, HUP and TERM reach the command; its helpers get none but HUP, as from a terminal. No restart."""
-    run = supervise("--max-restarts", "3", command=[*PYTHON, SIGNALLED])
+    # Under `nohup` these tests ignore SIGHUP, and so would all that they start.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)}
+    run = supervise("--max-restarts", "3", command=[*PYTHON, SIGNALLED], **heard)
     run.wait_for(lambda: (run.folder / "output.log").exists() and run.log().count("ready") == 2)
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         run.process.send_signal(number)
