@@ -59,7 +59,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "guided_attention": (),
     "hang_detection": ("supervise", "explain/hangs"),
     "integrations": ("integrations", "guard", "loader", "checkpoint"),
-    "leak_lines": ("supervise/observe",),
+    "leak_lines": ("supervise/leaks",),
     "loader_faults": ("loader",),
     "loader_overhead": ("loader",),
     "loader_tuning": ("loader",),
