@@ -126,7 +126,9 @@ class SplitSafety:
         if splits_now and not due and self._tells_apart(known, work):
             known.telling_steps += 1
             due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
-        if due and asked is not None and (forks or splits_now) and size is not None and size > 1:
+        # The batches of a window are weighted whether one of them is cut or not.
+        weighs = isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
+        if due and asked is not None and (forks or splits_now or weighs) and size is not None and size > 1:
             self._try_split(known, work)
             in_place = not forks
         if known.steps == 1 and known.side_effects is None and forks:
@@ -139,7 +141,7 @@ class SplitSafety:
             self._say(known, size, refused)
         known.said = news
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
-        known.settled = tried or not forks or size is None or asked is None
+        known.settled = tried or not (forks or weighs) or size is None or asked is None
         return in_place, refused is None
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
