@@ -103,7 +103,6 @@ def test_the_commands_and_their_flags() -> None:
         "checkpoints": ["--json", "--prune", "--verify"],
         "explain": ["--attempt", "--json", "--status"],
         "run": [
-            "--dry-run",
             "--grace-seconds",
             "--hang-limit",
             "--json",
@@ -120,7 +119,7 @@ def test_the_commands_and_their_flags() -> None:
         ],
         "watch": ["--json", "--once"],
         "report": ["--json", "--open", "--out"],
-        "events": ["--follow", "--json", "--kind", "--since"],
+        "events": ["--json", "--kind", "--since"],
         "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--prometheus", "--tensorboard", "--wandb"],
         "plan": [
             "--device",
