@@ -73,7 +73,7 @@ def test_the_arguments_of_the_guard() -> None:
     ]
     public = {name for name in vars(holdfast.Guard) if not name.startswith("_")}
     assert public == {
-        "add_image", "batches", "close", "epoch", "evaluate", "events", "global_step", "note", "request_stop",
+        "add_image", "batches", "close", "emit", "epoch", "evaluate", "events", "global_step", "request_stop",
         "statistics", "step", "stop_reason", "validated",
     }  # fmt: skip
 
@@ -103,7 +103,6 @@ def test_the_commands_and_their_flags() -> None:
         "checkpoints": ["--json", "--prune", "--verify"],
         "explain": ["--attempt", "--json", "--status"],
         "run": [
-            "--dry-run",
             "--grace-seconds",
             "--hang-limit",
             "--json",
@@ -120,7 +119,7 @@ def test_the_commands_and_their_flags() -> None:
         ],
         "watch": ["--json", "--once"],
         "report": ["--json", "--open", "--out"],
-        "events": ["--follow", "--json", "--kind", "--since"],
+        "events": ["--json", "--kind", "--since"],
         "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--prometheus", "--tensorboard", "--wandb"],
         "plan": [
             "--device",
@@ -137,15 +136,7 @@ def test_the_commands_and_their_flags() -> None:
         "calibrate": ["--index", "--json", "--out"],
         "presets": ["--json"],
         "loader": ["--batch-size", "--json", "--step-seconds"],
-        "quarantine": [
-            "--evidence",
-            "--json",
-            "--release",
-            "--release-all",
-            "--release-good",
-            "--retest",
-            "--timeout",
-        ],
+        "quarantine": ["--evidence", "--json", "--release", "--release-all"],
         "simulate": [
             "--failures",
             "--gpus",

@@ -170,20 +170,6 @@ def test_quiet_and_json(supervise):
     assert summary["verdict"]["cause"].startswith("H")
 
 
-def test_dry_run_says_everything_and_runs_nothing(supervise, tmp_path):
-    """Command, environment, limits and rules of restart; nothing is written."""
-    command = ["touch", str(tmp_path / "made")]
-    run = supervise("--dry-run", "--hang-limit", "data wait=7", "--max-restarts", "5", command=command)
-    code, out, _ = run.end()
-    assert code == 0
-    assert re.search(r"data wait = 7 s", out)
-    assert re.search(r"moving = 3600 s, for which", out)
-    assert "at most 5" in out
-    assert "PYTHONPATH" in out
-    assert not (tmp_path / "made").exists()
-    assert not run.folder.exists()
-
-
 def test_stdin_passes_through(supervise):
     """What is piped in is the command's input, to its end."""
     run = supervise("--quiet", command=["cat"], stdin=subprocess.PIPE)

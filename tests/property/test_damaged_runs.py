@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from holdfast.cli.main import make_app
 from holdfast.core.clock import SystemClock
 from holdfast.core.errors import RunDirectoryError
-from holdfast.core.events.process_events import KernelLog
+from holdfast.core.events.process_events import OutputLost
 from holdfast.core.events.run_events import Closed
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.record import RunRecord
@@ -115,8 +115,8 @@ def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(whole, na
             supervisor = Supervisor(
                 Plan(command=("true",), program="/bin/true", run=run, budgets=Budgets()), quiet=True
             )
-            supervisor.emit(KernelLog(lines=("here",)))
-            assert "kernel_log" in {event.kind for event in read_events(run / SUPERVISOR_FOLDER)}
+            supervisor.emit(OutputLost(error="here"))
+            assert "output_lost" in {event.kind for event in read_events(run / SUPERVISOR_FOLDER)}
             supervisor._folder.close()
         except RunDirectoryError:
             assert kind == "directory" or (run / "supervised.json").exists()

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli.output import Json, failing_clearly, print_json
-from holdfast.core.clock import SystemClock
 from holdfast.core.events.event import Event
 from holdfast.core.text import as_json_value, moment, sanitise
 from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordings
-from holdfast.report.sources import Source, is_sound_event
+from holdfast.report.sources import is_sound_event
 
-if TYPE_CHECKING:
-    from holdfast.report.run_follower import RunFollower
-
-_POLL_SECONDS = 0.5
 _MOST_CHARACTERS = 400  # of one fact, for people
 
 
@@ -52,17 +44,12 @@ def run(
         list[str] | None, typer.Option("--kind", metavar="KIND", help="Only events of this kind; may be repeated.")
     ] = None,
     since: Annotated[int, typer.Option("--since", metavar="STEP", min=0, help="Only from this step on.")] = 0,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on printing until the run has ended.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the events of a run, oldest first; with --follow and --json, one JSON object a line."""
+    """List the events of a run, oldest first."""
     with failing_clearly(as_json=as_json):
         recordings = open_recordings(run_dir)
         wanted = frozenset(kind or ())
-        if follow:
-            with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave
-                _follow(recordings.run, wanted, since, as_json=as_json)
-            return
         found = list(_chosen(_all(recordings), wanted, since))
         unread = list(dict.fromkeys(recordings.missing))  # some rings are read twice
     if as_json:
@@ -93,38 +80,6 @@ def _chosen(entries: Iterable[_Entry], kinds: frozenset[str], since: int) -> Ite
     for each in entries:
         if (not kinds or each.event.kind in kinds) and each.event.global_step >= since:
             yield each
-
-
-def _follow(run: Path, kinds: frozenset[str], since: int, *, as_json: bool) -> None:
-    """Print events as they come, until the run has ended."""
-    from holdfast.report.run_follower import RunFollower  # here: they take longer to import than a list to print
-    from holdfast.report.watching import Watched
-
-    follower, watched = RunFollower(run), Watched(run, SystemClock())
-    said: set[str] = set()
-    while True:
-        ended = watched.look().state == "ended"  # asked before the last look at what was recorded
-        for each in _chosen(_new(follower), kinds, since):
-            typer.echo(json.dumps(each.as_json()) if as_json else _line(each))
-        for problem in [each for each in follower.problems.values() if each not in said]:
-            said.add(problem)
-            _say_unread(problem)
-        if ended:
-            return
-        time.sleep(_POLL_SECONDS)
-
-
-def _new(follower: RunFollower) -> list[_Entry]:
-    found = [_Entry(_name(news.source), event) for news in follower.new() for event in news.events]
-    return sorted(found, key=lambda each: each.event.unix_seconds)
-
-
-def _name(source: Source) -> str:
-    """Return what `all_rings` calls it."""
-    if source.info is None:
-        return source.label
-    rank = f" rank {source.rank}" if source.rank is not None else ""
-    return f"{source.info.role} {source.info.pid}{rank}"
 
 
 def _say_unread(what: str) -> None:

@@ -18,7 +18,6 @@ from holdfast.cli.output import failing_clearly
 
 if TYPE_CHECKING:
     from holdfast.report.metrics.copying import Sink
-    from holdfast.supervise.launch.plan import Plan
     from holdfast.supervise.launch.supervisor import Outcome
 
 _METRICS_SECONDS = 10.0  # after the end, for clients that talk to a server
@@ -33,7 +32,7 @@ _Limits = Annotated[
         metavar="PHASE=SECONDS",
         help="Longest stand-still of a phase, or of all of them (all=SECONDS); may be repeated. floor=SECONDS: the "
         "least for the phases of a step. factor=NUMBER: times the longest so far. moving=SECONDS: how long a process "
-        "that still computes is left alone. SECONDS may be 'off'; --dry-run lists all.",
+        "that still computes is left alone. SECONDS may be 'off'.",
     ),
 ]
 _Blind = Annotated[bool, typer.Option("--no-observe", help="Record nothing inside Python processes; nor watch them.")]
@@ -59,7 +58,6 @@ def run(
     max_log_bytes: _LogBytes = 256 << 20,
     webhook: Annotated[str | None, typer.Option(help="URL to post the verdict to at the end.")] = None,
     metrics: _Metrics = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run and how; run nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but what the command prints.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON, in the last line.")] = False,
 ) -> None:
@@ -86,10 +84,7 @@ def run(
             grace_seconds=grace_seconds, most_log_bytes=max_log_bytes,
         )  # fmt: skip
         with contextlib.ExitStack() as opened:  # a mistake in a target is an error before a run directory is made
-            sinks = _open_metrics(metrics, plan.run, opened, dry_run=dry_run)
-            if dry_run:
-                _print_plan(plan, as_json=as_json)
-                return
+            sinks = _open_metrics(metrics, plan.run, opened)
             supervisor = Supervisor(plan, quiet=quiet)
             opened.pop_all()  # whoever follows the run closes them
         with _metrics_to(sinks, supervisor.run_path):
@@ -124,14 +119,11 @@ def _find_program(command: list[str]) -> str:
         raise typer.Exit(error.status) from error
 
 
-def _open_metrics(targets: list[str] | None, run: Path, opened: contextlib.ExitStack, *, dry_run: bool) -> list[Sink]:
+def _open_metrics(targets: list[str] | None, run: Path, opened: contextlib.ExitStack) -> list[Sink]:
     if not targets:
         return []
-    from holdfast.report.metrics import check_targets, open_sinks
+    from holdfast.report.metrics import open_sinks
 
-    if dry_run:
-        check_targets(targets)
-        return []
     sinks = open_sinks(targets, run.expanduser().absolute())
     for sink in sinks:
         opened.callback(sink.close)
@@ -157,20 +149,6 @@ def _metrics_to(sinks: list[Sink], run: Path) -> Iterator[None]:
     finally:
         stop.set()
         thread.join(_METRICS_SECONDS)
-
-
-def _print_plan(plan: Plan, *, as_json: bool) -> None:
-    """Say what would be done."""
-    from holdfast.supervise.launch.plan import describe_plan
-
-    described = describe_plan(plan)
-    if as_json:
-        typer.echo(json.dumps(described))
-        return
-    for name, value in described.items():
-        values = value if isinstance(value, dict) else {"": value}
-        for key, each in values.items():
-            typer.echo(f"{name if key in ('', next(iter(values))) else '':<12}{key + ' = ' if key else ''}{each}")
 
 
 def _print_end(outcome: Outcome) -> None:

@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Facts, Lost, Statement
-from holdfast.explain.logs.files import opened
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.curves import find_lost, lost_of_run
@@ -26,7 +25,6 @@ from holdfast.explain.runs.statements import (
     merged,
     of_exceptions,
     of_guards,
-    of_kernel,
     same,
     text_of,
 )
@@ -35,6 +33,7 @@ from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, process_lives
 
 NO_STATUS = "no exit status: only a log"
 _CHUNK = 1 << 20
+_PACKED = (b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\xfd7zX", b"BZh")  # gzip, zstd, zip, xz, bzip2
 _MOST_LAST = 300
 
 
@@ -45,10 +44,19 @@ def collect_log(path: Path, *, status: int | None = None) -> Facts:
         RunDirectoryError: H733 if it cannot be read, or is no log.
     """
     try:
-        with opened(path) as stream:
+        if not (path.is_file() or path.is_fifo()):
+            path.stat()
+            raise _no_log(path, "is a device or a socket", "name a file, or - for standard input.")
+        with path.open("rb") as stream:
+            if stream.peek(4).startswith(_PACKED):
+                raise _no_log(path, "is packed", "unpack it: zcat LOG | holdfast explain -.")
             return collect_stream(stream, name=path.name, status=status)
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def _no_log(path: Path, what: str, fix: str) -> RunDirectoryError:
+    return RunDirectoryError(f"{path} {what}", limit="an explanation needs the text of a log", fix=fix, rule="H733")
 
 
 def collect_stream(stream: Readable, *, name: str, status: int | None = None) -> Facts:
@@ -140,8 +148,6 @@ class _Attempt:
         ]
         log = self._log()
         raised = [each for _, info in self._processes for each in of_exceptions(events_of[info.pid], info)]
-        pids = {info.pid for _, info in self._processes}
-        raised += of_kernel(self._own, pids | {_integer(event.data.get("pid")) or 0 for event in self._own})
         raised += _of_guards_alone(of_guard, raised)
         endings = [*self._endings(standings), *(log.endings if log else ())]
         return Facts(

@@ -19,8 +19,6 @@ from holdfast.core.errors import LoaderError
 from holdfast.core.events.run_events import SampleQuarantined
 
 FILE_NAME = "quarantine.json"
-FOUND_BY_READING = frozenset({"raised", "non-finite", "hung", "killed its worker"})
-"""Kinds that another reading can refute; any other says what training has made of the sample."""
 _FORMAT = 1
 _EVIDENCE_CHARACTERS = 2000
 _LATEST_SECONDS = 2**37  # in the year 6325: later ones are damage, and may be no date any more

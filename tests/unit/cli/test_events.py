@@ -1,23 +1,20 @@
-"""`holdfast events` as a user calls it: by time, filters, JSON, following, hostile and damaged recordings."""
+"""`holdfast events` as a user calls it: by time, filters, JSON, hostile and damaged recordings."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import threading
-import time
 from pathlib import Path
 
 import pytest
 import typer
-from tests.unit.report.made_runs import locked
 from typer.testing import CliRunner, Result
 
 from holdfast.cli import events, explain
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
-from holdfast.recorder.run_files import LOST_FILE, SUPERVISOR_FOLDER, ProcessInfo, write_process
+from holdfast.recorder.run_files import SUPERVISOR_FOLDER, ProcessInfo, write_process
 
 app = typer.Typer()
 app.command("events")(events.run)
@@ -67,39 +64,7 @@ def test_kinds_and_steps_choose(run):
     assert "no such events; this run has " in call(run, "--kind", "gaurd").output
 
 
-def test_following_a_continued_run_prints_what_comes_and_ends_with_it(run):
-    """That an earlier supervisor stopped ends nothing: --follow prints each event once, until nobody supervises."""
-    write(run / SUPERVISOR_FOLDER, (4.5, "stopped", 9, {"why": "before"}))
-    with locked(run / SUPERVISOR_FOLDER / "lock") as let_go:
-
-        def later() -> None:
-            time.sleep(0.7)
-            write(run / SUPERVISOR_FOLDER, (5.0, "restart", 9, {}), (6.0, "stopped", 9, {"why": "done"}))
-            let_go()
-
-        writer = threading.Thread(target=later)
-        writer.start()
-        found = [json.loads(line) for line in call(run, "--follow", "--json").output.splitlines()]
-        writer.join()
-    assert [(each["kind"], each["who"]) for each in found][2:4] == [
-        ("skip_step", "guard rank0"), ("exception", "trainer 7 rank 1"),
-    ]  # fmt: skip
-    assert [each["kind"] for each in found][-3:] == ["stopped", "restart", "stopped"]
-    assert len(found) == 8
-
-
-@pytest.mark.parametrize("what", ["a guard", "a killed supervisor"])
-def test_following_ends_where_nobody_says_that_it_stopped(run, what):
-    """A plain guard never does, nor a supervisor that was killed: what is there is printed once, and that is all."""
-    if what == "a guard":
-        assert len(call(run / "g", "--follow").output.splitlines()) == 1
-    else:
-        (run / SUPERVISOR_FOLDER / LOST_FILE).write_text("{}")
-        assert len(call(run, "--follow").output.splitlines()) == 5
-
-
-@pytest.mark.parametrize("options", [(), ("--follow",)])
-def test_events_that_make_no_sense_are_passed_over(run, options):
+def test_events_that_make_no_sense_are_passed_over(run):
     """A step that is a text, or a time that is none, is no TypeError; NaN among the facts is strict JSON."""
     write(run / "g" / "recorder" / "rank0", (3.1, "odd", "7", {}), (math.nan, "odd", 7, {}))
     write(run / "g" / "recorder" / "rank0", (3.2, "spike", 8, {"loss": math.nan}))
@@ -107,11 +72,11 @@ def test_events_that_make_no_sense_are_passed_over(run, options):
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    output = call(run, "--json", "--kind", "odd", "--kind", "spike", *options).output
+    output = call(run, "--json", "--kind", "odd", "--kind", "spike").output
     found = json.loads(output, parse_constant=refuse)
-    (spike,) = [found] if options else found["events"]
+    (spike,) = found["events"]
     assert (spike["kind"], spike["data"]) == ("spike", {"loss": "NaN"})
-    assert options or found["unread"] == ["2 events of guard rank0 without a time or a step"]
+    assert found["unread"] == ["2 events of guard rank0 without a time or a step"]
 
 
 def test_damaged_rings_are_named_and_the_rest_is_found(run):
@@ -123,7 +88,6 @@ def test_damaged_rings_are_named_and_the_rest_is_found(run):
     assert "not read: events of supervisor" in listed.output
     (run / "processes" / "7-1" / EVENTS_FILE).write_bytes(os.urandom(9_000))
     assert len(json.loads(call(run, "--json").output)["unread"]) == 2  # each once, though one is read twice
-    assert "not read: " in call(run, "--follow").output
 
 
 def test_hostile_events_cannot_command_the_terminal(run):

@@ -235,19 +235,11 @@ def test_a_log_that_ends_inside_a_traceback_says_so() -> None:
     assert any('File "train.py", line 44, in step' in each for each in verdict.missing)
 
 
-def test_compressed_logs_are_read_or_refused(tmp_path: Path) -> None:
-    """A log packed by gzip is read, also if it is cut off; other packed files are refused with what to do."""
+def test_what_never_ends_or_is_packed_is_refused(tmp_path: Path) -> None:
+    """A device ends with an error instead of never, and a packed log is no log of junk."""
     log = tmp_path / "log.gz"
     log.write_bytes(gzip.compress(PLAIN.encode()))
-    assert judge(collect_log(log)).title == "ValueError: too small"
-    log.write_bytes(log.read_bytes()[:-6])
-    assert judge(collect_log(log)).title == "ValueError: too small"
-    log.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(20))
-    with pytest.raises(RunDirectoryError, match=r"(?s)zstd.*zcat"):
+    with pytest.raises(RunDirectoryError, match="zcat"):
         collect_log(log)
-
-
-def test_what_never_ends_is_refused() -> None:
-    """A device ends with an error instead of never."""
     with pytest.raises(RunDirectoryError, match="device"):
         collect_log(Path("/dev/zero"))

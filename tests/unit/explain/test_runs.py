@@ -18,7 +18,7 @@ from holdfast.explain.collecting import collect
 from holdfast.explain.evidence import Ending, Facts, Statement
 from holdfast.explain.judging import judge
 from holdfast.explain.runs.curves import find_lost
-from holdfast.explain.runs.statements import already_tried, of_kernel
+from holdfast.explain.runs.statements import already_tried
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, StepSample
@@ -271,7 +271,7 @@ def test_events_of_another_shape_are_survived(run, data):
     run.process(7, ("exception", data), ("last_words", {"text": 5}), ("guard", {"path": "a\0b"}))
     run.supervisor(
         ("attempt_started", {"attempt": "x"}), ("hang", data), ("memory_trend", {"what": 3, "bytes_per_step": "x"}),
-        ("leak", {}), ("kernel_log", {"lines": 3}), ("signal", {}),
+        ("leak", {}), ("signal", {}),
         ("attempt_ended", {"status": "x", "oom_kills": "y"}),
     )  # fmt: skip
     judge(collect(run.path))
@@ -387,20 +387,6 @@ def test_what_a_guard_did_is_said_with_the_newest_reason():
         "a Guard replaced the workers of the loader: worker 1 was killed by SIGKILL",
         "a Guard quarantined a sample that could not be loaded: ValueError: 7.png cannot be read",
     ]
-
-
-def test_lines_of_the_kernel_about_other_processes_are_no_evidence():
-    """Kills and crashes count for own processes; lines about no process, such as of hardware, count always."""
-    lines = [
-        "python invoked oom-killer: gfp_mask=0xcc0",
-        "[1.0] oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/other,task=python,pid=6023,uid=0",
-        "[1.0] Memory cgroup out of memory: Killed process 6023 (python) total-vm:1kB",
-        "python[6023]: segfault at 0 ip 0000",
-        "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
-    ]
-    events = [event("kernel_log", lines=lines)]
-    assert [each.text for each in of_kernel(events, {5})] == [lines[-1]]
-    assert [each.text for each in of_kernel(events, {6023})] == lines
 
 
 def test_how_a_process_left_is_said_as_it_was_recorded(tmp_path):

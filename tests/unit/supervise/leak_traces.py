@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from holdfast.core.events.process_events import Leak, LeakTrace
-from holdfast.supervise.leaks import census
-from holdfast.supervise.leaks.holders import Holders, Step, locals_of, text_of
-from holdfast.supervise.leaks.lines import Lines
+from holdfast.supervise.leaks import tracer as tracing
+from holdfast.supervise.leaks.holders import Holders, Lines, Step, locals_of, text_of
 from holdfast.supervise.leaks.tracer import LeakTracer
 
 _MOST_STEPS = 60
@@ -76,28 +75,15 @@ def test_what_is_bounded_is_no_leak() -> None:
 
     leaks, summary = traced(step)
     assert leaks == []
-    assert (summary.found, summary.steps) == (0, 3 + 1 + 3 * 8)
+    assert (summary.found, summary.steps) == (0, 3)
 
 
 def test_too_many_objects_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace that would itself need much memory is not begun, and says why."""
-    monkeypatch.setattr(census, "_MOST_OBJECTS", 100)
+    monkeypatch.setattr(tracing, "_MOST_OBJECTS", 100)
     leaks, summary = traced(lambda _: None)
     assert leaks == []
     assert "objects" in summary.why
-
-
-def test_what_leaks_seldom_is_found_in_the_wider_window() -> None:
-    """A snapshot every fourth step is not seen in four steps, and is seen in those eight steps apart."""
-    snapshots: list[Any] = []
-
-    def step(number: int) -> None:
-        if number % 4 == 0:
-            snapshots.append(torch.zeros(100))
-
-    (leak,), _ = traced(step)
-    assert leak.held_by.startswith("snapshots")
-    assert leak.count_per_step == pytest.approx(0.25)
 
 
 def test_a_trace_changes_nothing_and_keeps_nothing() -> None:
@@ -205,7 +191,7 @@ def path_to(target: object) -> str:
         frame = frame.f_back
     holders = Holders(frames, float("inf"))
     frames.clear()
-    return text_of(holders.path_of(target, set())[1])
+    return text_of(holders.path_of(target, set(), frozenset())[1])
 
 
 class Holder:
@@ -266,7 +252,6 @@ def test_locals_are_read_without_a_trace() -> None:
         ("x = {}\ndef f():\n    x.setdefault(1, []).append(2)", "x", "global", 3),
         ("x = {}\ndef f():\n    x['a']['b'] += [2]", "x", "global", 3),
         ("class A:\n  def __init__(self):\n    self.x = []\n  def f(self):\n    self.x += [1]", "x", "attribute", 5),
-        ("import heapq\nx = []\ndef f():\n    heapq.heappush(x, 1)", "x", "global", 4),
         ("def f(x):\n    x[0].register_forward_hook(print)", "x", "global", 2),
         ("def f():\n    x = start()\n    for _ in range(9):\n        out, x = cell(y, x)", "x", "local", 4),
         ("def f():\n    x = []\n    y.append(1)", "x", "local", 0),
@@ -277,5 +262,5 @@ def test_the_line_that_adds_is_found(tmp_path: Path, text: str, name: str, kind:
     """Calls, subscripts and assignments that add are found behind any base; an empty beginning is none."""
     file = tmp_path / "script.py"
     file.write_text(text)
-    found = Lines([str(file)], float("inf")).keeping([Step(kind, name, file=str(file))])
+    found = Lines([str(file)]).keeping([Step(kind, name, file=str(file))])
     assert found.startswith(f"{file}:{line} in ") if line else not found

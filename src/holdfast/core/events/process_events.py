@@ -76,12 +76,6 @@ class VerdictFailed(EventData):
     error: str
 
 
-class KernelLog(EventData):
-    """What the kernel said about memory or devices meanwhile."""
-
-    lines: tuple[str, ...]
-
-
 class NotWritten(EventData):
     """A file of the run directory could not be written."""
 

@@ -1,4 +1,4 @@
-"""Statements from events: what processes raised, what the kernel wrote, what guards tried, and how guards ended.
+"""Statements from events: what processes raised, what guards tried, and how guards ended.
 
 A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes while it closes. Does not: judge.
 """
@@ -6,9 +6,8 @@ A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes
 from __future__ import annotations
 
 import io
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +20,6 @@ from holdfast.recorder.run_files import ProcessInfo
 _MOST_CHAIN = 20
 _MOST_TEXT = 20_000
 _COMPARED = 120  # characters of the first line in which a log and a recording of one exception agree
-
-_KILL = re.compile(r"Killed process (\d{1,10})|oom-kill:.{0,2000}\bpid=(\d{1,10})")
-_CRASH = re.compile(r"\[(\d{1,10})\]:? (?:segfault at|general protection|trap )|^traps: .{0,64}\[(\d{1,10})\]")
-_UNNAMED_KILL = re.compile(r"invoked oom-killer|\boom_reaper\b")
 
 # What a guard did against trouble, in words; the number of times is put before.
 _REMEDIES = {
@@ -118,29 +113,6 @@ def _frames(value: Any) -> tuple[Frame, ...]:
 def text_of(value: Any) -> str:
     """Return a text of an event without escape sequences and not endless; an empty one for anything else."""
     return plain_text(value)[:_MOST_TEXT] if isinstance(value, str) else ""
-
-
-def of_kernel(events: Iterable[Event], pids: Collection[int]) -> list[Statement]:
-    """Return what the kernel wrote meanwhile; of a kill or a crash only if it met one of these processes."""
-    found = []
-    for event in events:
-        recorded = event.data.get("lines")
-        if event.kind != "kernel_log" or not isinstance(recorded, list):
-            continue
-        lines = [text_of(line) for line in recorded]
-        about = [_pid_of(line) for line in lines]
-        killed = any(pid in pids and _KILL.search(line) for pid, line in zip(about, lines, strict=True))
-        for pid, line in zip(about, lines, strict=True):
-            if not line or (pid is not None and pid not in pids) or (_UNNAMED_KILL.search(line) and not killed):
-                continue
-            found.append(Statement(text=line, source="kernel log", unix_seconds=event.unix_seconds))
-    return found
-
-
-def _pid_of(line: str) -> int | None:
-    """Return the process that the kernel says it killed or that crashed; None: the line is about no one process."""
-    match = next((match for each in (_KILL, _CRASH) if (match := each.search(line))), None)
-    return int(match[1] or match[2]) if match is not None else None
 
 
 def already_tried(events: Iterable[Event]) -> list[str]:

@@ -23,7 +23,6 @@ from holdfast.core.lock import FileLock, LockHeldError
 from holdfast.core.version import __version__
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import LOST_FILE, SUPERVISED_FILE, SUPERVISOR_FOLDER, read_processes
-from holdfast.supervise.launch.kernel import memory_limits
 
 FORMAT = 1
 _RUNS, _LAST = "runs", "last"
@@ -126,7 +125,6 @@ class RunFolder:
             "started": started,
             "supervisor_pid": os.getpid(),
             "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
-            "cgroup_limits": memory_limits(),
             "limits": {name: seconds for name, seconds in (limits or {}).items() if math.isfinite(seconds)},
         }
         try:

@@ -24,7 +24,7 @@ from holdfast.recorder.progress import Phase, Standing, read_board
 from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
 from holdfast.supervise.launch.attempt import Attempt, End
 from holdfast.supervise.launch.commands import Sentinel, find_launcher, make_environment, start
-from holdfast.supervise.launch.kernel import KernelLog, become_subreaper, count_oom_kills
+from holdfast.supervise.launch.kernel import become_subreaper, count_oom_kills
 from holdfast.supervise.launch.output import Copier, OutputLog, Streams, open_missing_streams
 from holdfast.supervise.launch.plan import Plan
 from holdfast.supervise.launch.restarts import Again, Past, Stop, decide_restart
@@ -149,7 +149,6 @@ class Supervisor:
         self._copier.take(streams.sources)
         child = start(plan.program, plan.command, environment, streams)
         streams.close_theirs()
-        kernel = KernelLog()  # a megabyte is read; the command is not even executed yet
         sentinel.guard_session(child.pid)
         attempt = Attempt(
             number=number, run=self.run_path, child=child, tree=tree, streams=streams, copier=self._copier,
@@ -173,8 +172,6 @@ class Supervisor:
         sentinel.guard_session(0)  # its number may be a stranger's from now on
         after = count_oom_kills()
         killed = None if oom_kills is None or after is None else after - oom_kills
-        if lines := kernel.news():
-            self.emit(process_events.KernelLog(lines=tuple(lines)))
         self.emit(process_events.ProcessEnded(pid=child.pid, status=end.status, oom_kills=killed))
         ended = process_events.AttemptEnded(
             attempt=number, status=end.status, oom_kills=killed, seconds=round(end.seconds, 3),

@@ -1,19 +1,23 @@
-"""From an object to the name that holds it: a walk against the direction of references, to a variable or a class.
+"""From an object to the name that holds it, against the direction of references, and to the line that makes it grow.
 
-Nothing of the script is called: not even `isinstance`, which asks the object.
+Nothing of the script is called: not even `isinstance`, which asks the object. Lines come from the text of its files.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import time
+import tokenize
 import types
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,18 @@ _INSTALLED = tuple(f"{path}{os.sep}" for name, path in sysconfig.get_paths().ite
 _MOST_LEVELS, _MOST_WIDE, _MOST_TEXT = 40, 24, 200
 _CACHE = "_lru_cache_wrapper"
 _OF_TENSORS = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks", "grad"})
+_MOST_BYTES, _MOST_CODE, _MOST_FILES = 4 * 2**20, 160, 500
+# As `ast.unparse` writes statements. A part of what a name holds: subscripts, attributes, calls that return one.
+_SUBSCRIPT = r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]"
+_PART = rf"(?:{_SUBSCRIPT}|\.\w+(?:\((?:[^()]|\([^()]*\))*\))?)*"
+_ADDS = (
+    r"\.(?:add|append|appendleft|emit|extend|extendleft|insert|put|put_nowait|push|setdefault|update|write"
+    r"|register_\w+|add_module|\w*[a-z]_)\("
+)
+_HOOK = r"\bregister_\w*hook\w*\("
+_OPERATOR = r"(?:[-+*/%@&|^]|//|\*\*|<<|>>)"
+HOOKS = re.compile(r"_\w*hooks\w*$")  # tables of hooks of torch
+_EMPTY = re.compile(r"[\[\](){}, ]*|None|-?[\d.e]+|'.*'|(?:list|dict|set|deque|tuple|OrderedDict|Counter|object)\(\)")
 
 
 def is_a(each: Any, *kinds: type) -> bool:
@@ -117,8 +133,7 @@ def _single(holder: Any, held: Any) -> Step:
     if is_a(holder, type):
         return _of_class(holder, _name(list(vars(holder).items()), held))
     for name, member in [pair for base in kind.__mro__ for pair in vars(base).items()]:
-        on_tensor = name in _OF_TENSORS and is_a(member, types.GetSetDescriptorType)
-        if on_tensor or is_a(member, types.MemberDescriptorType):
+        if name in _OF_TENSORS or is_a(member, types.MemberDescriptorType):
             try:
                 if member.__get__(holder, kind) is held:
                     return _of_class(kind, name)
@@ -174,16 +189,12 @@ class Holders:
         }
         self._running = {id(frame) for frame in frames}
         self._locals: dict[int, tuple[str, types.CodeType]] = {}
-        for frame in sorted(
-            frames, key=lambda frame: not is_users(frame.f_code.co_filename)
-        ):  # the script's names win
+        for frame in sorted(frames, key=lambda each: not is_users(each.f_code.co_filename)):  # the script's names win
             for name, each in locals_of(frame).items():
                 if name.isidentifier():
                     self._locals.setdefault(id(each), (name, frame.f_code))
 
-    def path_of(
-        self, target: object, own: set[int], growing: frozenset[int] = frozenset()
-    ) -> tuple[str, tuple[Step, ...]]:
+    def path_of(self, target: object, own: set[int], growing: frozenset[int]) -> tuple[str, tuple[Step, ...]]:
         """Return where the shortest path to an object begins, and its steps, the innermost first.
 
         It begins at a ``"name"``; nowhere, in a ``"cycle"`` that nothing outside refers to; at a ``"container"`` that
@@ -240,3 +251,92 @@ class Holders:
             if held is not None and not (known or of_ours or is_a(holder, types.ModuleType)):
                 found.append((holder, held))
         return found
+
+
+class _Source:
+    """The statements and functions of a file; none if it cannot be read or is no Python."""
+
+    def __init__(self, file: str) -> None:
+        shown, nodes, self.lines = warnings.showwarning, list[ast.AST](), list[str]()
+        warnings.showwarning = lambda *_, **__: None  # of a parser, as when the script was loaded
+        try:
+            with tokenize.open(file) as opened:
+                text = opened.read(_MOST_BYTES)
+            self.lines, nodes = text.splitlines(), list(ast.walk(ast.parse(text)))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            pass
+        finally:
+            warnings.showwarning = shown
+        self.functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        self._statements = [node for node in nodes if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+
+    def function_at(self, number: int) -> str:
+        """Return the name of the function around a line."""
+        around = [each.name for each in self.functions if each.lineno <= number <= (each.end_lineno or 0)]
+        return around[-1] if around else "<module>"
+
+    def changes(self, step: Step) -> Iterator[tuple[int, bool]]:
+        """Yield statements that change a name: line, and whether it builds on what the name holds."""
+        own = step.kind in ("local", "default") and step.lines != (0, 0)
+        word = "register_" if HOOKS.match(step.name) else step.name
+        for node in self._statements:
+            inside = not own or step.lines[0] <= node.lineno <= step.lines[1]
+            if inside and any(word in line for line in self.lines[node.lineno - 1 : node.end_lineno]):
+                text = ast.unparse(node)
+                if (builds := _builds_on(step, text)) is not None:
+                    yield node.lineno, builds
+
+
+class Lines:
+    """Finds lines in files of the script, the script itself first; each is read once."""
+
+    def __init__(self, users: Iterable[str]) -> None:
+        self._users = tuple(users)[:_MOST_FILES]
+        self._source = functools.cache(_Source)
+
+    def keeping(self, steps: Sequence[Step]) -> str:
+        """Return the line that most likely makes grow what the names on a path hold, or an empty text.
+
+        A statement of the script comes before one of a library, one that builds on a name before one that only binds
+        it, and a name nearer to the object before one further away.
+        """
+        for step in steps:
+            if step.kind == "cache" and step.file:
+                return self._describe(step.file, step.lines[0])
+        last = max((index for index, step in enumerate(steps) if step.kind == "traceback"), default=-1)
+        steps = steps[last + 1 :] or steps  # the names in the frames of an exception do not hold it
+        found: list[tuple[tuple[Any, ...], str, int]] = []
+        named = [step for step in steps if step.name.isidentifier() and step.kind != "other"]
+        for order, step in enumerate(sorted(named, key=lambda step: step.kind == "entry")):
+            files = (step.file, *(() if step.kind in ("local", "default") else self._users))
+            for place, file in enumerate(dict.fromkeys(filter(None, files))):
+                source = self._source(file)
+                for line, builds in source.changes(step):
+                    function = source.function_at(line)
+                    if builds or function != "<module>":
+                        works = function not in ("__init__", "<module>", "reset", "clear")
+                        found.append(((is_users(file), builds, -order, works, -place, -line), file, line))
+        return self._describe(*max(found)[1:]) if found else ""
+
+    def _describe(self, file: str, number: int) -> str:
+        source = self._source(file)
+        code = sanitise("".join(source.lines[number - 1 : number]).strip(), most=_MOST_CODE)
+        return f"{file}:{number} in {source.function_at(number)}: {code}" if code else ""
+
+
+def _builds_on(step: Step, text: str) -> bool | None:
+    """Return whether a statement builds on a name (True), binds it to something (False), or neither (None)."""
+    if HOOKS.match(step.name):
+        return re.search(_HOOK, text) is not None or None
+    before = {"attribute": r"\.", "entry": r"\.", "local": r"(?<![\w.])", "default": r"(?<![\w.])"}
+    name = before.get(step.kind, r"\b") + re.escape(step.name) + r"\b"
+    builds = (
+        rf"{name}{_PART}{_ADDS}", rf"setattr\(.*, '{re.escape(step.name)}', ",
+        rf"{name}{_PART}{_SUBSCRIPT} {_OPERATOR}?= ", rf"{name} {_OPERATOR}= ",
+    )  # fmt: skip
+    if re.search("|".join(builds), text):
+        return True
+    bound = re.match(rf"\(?[^=(]*?{name}(?:[,:)][^=]*)? = (?P<value>.+)", text, re.DOTALL)
+    if bound is None:
+        return None
+    return True if re.search(name, bound["value"]) else None if _EMPTY.fullmatch(bound["value"]) else False
