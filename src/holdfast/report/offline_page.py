@@ -3,7 +3,7 @@
 All text is sanitised and escaped where it enters the HTML; data enters a script as JSON in which ``<``, ``>`` and
 ``&`` are written as escapes; the page's own policy names the two scripts by their digests and loads nothing.
 
-Does not: know what a page shows (``page``, ``memory_page``).
+Does not: know what a page shows (``page``).
 """
 
 from __future__ import annotations

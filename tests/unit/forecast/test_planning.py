@@ -15,7 +15,7 @@ from holdfast.forecast.devices.catalogue import Device, find_device
 from holdfast.forecast.job.tracing import TraceRequest
 from holdfast.forecast.plan import forecasting
 from holdfast.forecast.plan.fit import check_fit
-from holdfast.forecast.plan.forecasting import Order, Watcher, make_forecast, plan_device, verified
+from holdfast.forecast.plan.forecasting import Order, make_forecast, plan_device, verified
 from holdfast.forecast.plan.planning import (
     EXPANDABLE,
     Question,
@@ -228,7 +228,7 @@ def test_a_plan_that_does_not_hold_raises_the_margin(more: float, monkeypatch: p
 
     monkeypatch.setattr(forecasting, "trace_job", trace_job)
     said: list[Assumption] = []
-    plan = verified(order, plan_device(order, device(800), step), step, Watcher(), said)
+    plan = verified(order, plan_device(order, device(800), step), step, print, said)
     assert plan.best is not None
     assert plan.verification is not None
     assert plan.verification.fits
