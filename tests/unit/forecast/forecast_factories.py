@@ -165,19 +165,6 @@ def real_weights() -> dict[str, Any]:
     return _job(model, torch.randn(4, 32).to("cuda"), lambda batch: model(batch.to("cuda")).square().mean())
 
 
-def listed() -> dict[str, Any]:
-    """Take a list of samples, each of which goes through the model by itself."""
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
-
-    def loss_fn(batch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        losses = [functional.cross_entropy(model(each["x"].to("cuda")), each["y"].to("cuda")) for each in batch]
-        return torch.stack(losses).mean()
-
-    return _job(
-        model, [{"x": torch.zeros(512, 64), "y": torch.zeros(512, dtype=torch.long)} for _ in range(4)], loss_fn
-    )
-
-
 def casts_itself() -> dict[str, Any]:
     """Have an autocast in the loss function, as most scripts for a GPU do."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))

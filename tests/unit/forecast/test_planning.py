@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.forecast.made_steps import Block, Layer, make_step
 
@@ -27,7 +27,7 @@ from holdfast.forecast.plan.planning import (
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, played
-from holdfast.forecast.trace.extrapolation import TracedSizes, fit
+from holdfast.forecast.trace.extrapolation import fit
 from holdfast.forecast.trace.recomputation import with_recompute
 
 MIB = 1 << 20
@@ -160,41 +160,6 @@ def test_a_device_without_bf16_is_not_planned_for_with_it():
     assert {row.precision for row in plan_device(order, turing, traced).rows} == {"fp16"}
     assert {row.precision for row in plan_device(order, ada, traced).rows} == {"fp16", "bf16"}
     assert {row.precision for row in plan_device(order, turing, {"bf16": steps()}).rows} == {"bf16"}
-
-
-@settings(max_examples=15, deadline=None)
-@given(mib=st.integers(60, 250), sizes=st.sets(st.integers(1, 40), min_size=1, max_size=5))
-@example(mib=172, sizes={5})  # was planned with one sample, since recomputing all needs more than recomputing some
-def test_sizes_that_were_traced_are_the_only_ones_that_are_planned(mib: int, sizes: set[int]) -> None:
-    """Of a step that is another program at each size, a plan holds at a size that was traced, and not at the next."""
-    known = sorted(sizes)
-    step = Steps(whole=TracedSizes(traces=tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in known)))
-    question = ask(mib, 64)
-    for found in plan_rows({"fp32": step}, question):
-        fitting = [size for size in known if holds(step, found, size, question)]
-        assert found.micro_batch_size in (fitting or [0])
-        if found.recompute != "some":
-            assert next((size for size in known if size > found.micro_batch_size), None) not in fitting
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
-def test_a_list_of_samples_is_planned_as_it_was_traced() -> None:
-    """Each size of a list is traced itself, the largest that fits is recommended, and one more trace agrees."""
-    order = Order(
-        factory=f"{Path(__file__).with_name('forecast_factories.py')}:listed",
-        devices=(device(400),),
-        precisions=("fp32",),
-        global_batch_size=12,
-        margin_bytes=0,
-    )
-    found = make_forecast(order)
-    (plan,) = found.plans
-    assert [one.micro_batch_size for one in found.traced["fp32"].traces] == [1, 2, 4, 8, 12]
-    assert plan.best is not None
-    assert plan.verification is not None
-    assert (plan.best.micro_batch_size, plan.verification.error) == (12, 0.0)
-    assert any("planned for no others, since otherwise" in said.what for said in found.assumptions)
 
 
 @pytest.mark.slow

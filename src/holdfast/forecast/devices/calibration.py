@@ -6,7 +6,6 @@ Run it in a fresh process on an idle device: what another process takes would co
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +45,6 @@ def calibrate(index: int = 0, *, on_progress: Callable[[str], None] = lambda _: 
         flops=flops,
         capability=(properties.major, properties.minor),
         measured=True,
-        software=_software(),
         sources=dict.fromkeys(
             ("usable", "context", "cublas", "cublaslt", "rates"), "measured by `holdfast calibrate`"
         ),
@@ -165,15 +163,3 @@ def _run_and_drop(operation: Callable[[], Tensor]) -> None:
 
 def _held(*tensors: Tensor) -> int:
     return sum(-(-tensor.untyped_storage().nbytes() // 512) * 512 for tensor in tensors)
-
-
-def _software() -> dict[str, str]:
-    driver = Path("/proc/driver/nvidia/version")
-    found = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
-        "driver": driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else None,
-    }
-    return {name: version for name, version in found.items() if version is not None}

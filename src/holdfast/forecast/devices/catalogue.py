@@ -45,7 +45,6 @@ class Device:
         flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see `flops_per_second`.
         capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
         measured: Whether the figures come from ``holdfast calibrate`` and not from the catalogue.
-        software: Versions of torch, CUDA, cuDNN and the driver that were measured.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Device:
     flops: Mapping[str, float]
     capability: tuple[int, int] | None = None
     measured: bool = False
-    software: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -80,7 +80,7 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = {name: self._at_home(arg, lifted=lifted) for name, arg in (kwargs or {}).items()}
         if not isinstance(func, torch._ops.OpOverload):
             return _dispatch(self, func, types, args, kwargs)
-        out = data_dependent.answer(self, func, args, kwargs)
+        out: Any = data_dependent.answer(self, func, args, kwargs)
         if out is not NotImplemented:
             return out
         kernel = self.kernels.get(func)
@@ -89,7 +89,7 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         try:
             out = _dispatch(self, func, types, args, kwargs)
         except fake_tensor.UnsupportedOperatorException:
-            out = data_dependent.without_rule(self, func, args, kwargs)
+            out = data_dependent.without_rule(func, args, kwargs)
         except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException) as error:
             raise data_dependent.undecidable(func) from error
         except RuntimeError as error:

@@ -25,15 +25,7 @@ from holdfast.forecast.plan.planning import (
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
-from holdfast.forecast.trace.extrapolation import (
-    FITTED_SIZES,
-    NotAlignedError,
-    ScaledTrace,
-    TracedSizes,
-    fit,
-    has_a_tensor_for_each_sample,
-    sizes_to_trace,
-)
+from holdfast.forecast.trace.extrapolation import FITTED_SIZES, NotAlignedError, fit
 from holdfast.forecast.trace.recomputation import with_recompute
 
 _TRIALS = 3  # recommended plans that are traced until one holds
@@ -168,35 +160,26 @@ def _all_traced(order: Order, say: Say) -> tuple[dict[str, _Traced], list[Assump
 
 def _traced(order: Order, precision: str, say: Say) -> _Traced:
     """Return what tracing found, and the step at any size."""
-    whole: ScaledTrace | TracedSizes | None = None
     failed: list[NotAlignedError] = []
-    request = TraceRequest(
-        factory=order.factory,
-        precision=precision,
-        sizes=FITTED_SIZES,
-        length=order.longest,
-        max_grad_norm=order.max_grad_norm,
-    )
     for times in _TIMES:
-        request = replace(request, sizes=tuple(times * size for size in FITTED_SIZES))
+        request = TraceRequest(
+            factory=order.factory,
+            precision=precision,
+            sizes=tuple(times * size for size in FITTED_SIZES),
+            length=order.longest,
+            max_grad_norm=order.max_grad_norm,
+        )
         result = trace_job(request, say)
         try:
             whole = fit(result.traces)
             break
         except NotAlignedError as error:
             failed.append(error)
-            if has_a_tensor_for_each_sample(result.traces):
-                break
-    if whole is None:
-        request = replace(request, sizes=sizes_to_trace(order.global_batch_size))
-        result = trace_job(request, say)
-        whole = TracedSizes(traces=result.traces)
-        result = replace(result, assumptions=whole.template.assumptions)  # each size says the same of other counts
+    else:
+        raise failed[0]
     if failed:
-        traced = sorted({one.micro_batch_size for one in result.traces})  # more than was asked for, if few do not run
-        sizes, at = " and ".join(map(str, traced)), f" of length {order.longest}" if order.longest else ""
-        only = " and planned for no others" if isinstance(whole, TracedSizes) else ""
-        said = f"the forecast is made from {sizes} samples{at}{only}, since otherwise {failed[-1].what}"
+        sizes, at = " and ".join(map(str, request.sizes)), f" of length {order.longest}" if order.longest else ""
+        said = f"the forecast is made from {sizes} samples{at}, since otherwise {failed[-1].what}"
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
     if order.global_batch_size is not None and not result.accumulates:
         said = (
