@@ -32,7 +32,6 @@ def fill_page(
     command: str,
     body: str,
     figures: Mapping[str, object],
-    kicker: str = "holdfast report",
     now: datetime | None = None,
 ) -> str:
     """Return a page.
@@ -42,7 +41,6 @@ def fill_page(
         command: The line below it, as text.
         body: Sections, as HTML.
         figures: Of plotly, by the id of the element that each is drawn in.
-        kicker: What kind of page it is.
         now: Time to write at its foot.
 
     Raises:
@@ -54,7 +52,6 @@ def fill_page(
         policy=_policy(plotly, script),
         title=as_html(f"{name} - holdfast"),
         style=_template("page.css").template,
-        kicker=as_html(kicker),
         name=as_html(name),
         command=as_html(command, most=4000),
         body=body,

@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from tests.unit.report.made_runs import GONE, add_process, happened, make_run, sample, write_events
+from tests.unit.report.made_runs import GONE, add_process, happened, make_run, sample
 
 from holdfast.core.text import as_json_value
 from holdfast.report.figures import figures, label
@@ -101,18 +101,6 @@ def test_device_memory_has_a_panel_where_there_is_a_device(tmp_path):
     ]
     assert len({trace["yaxis"] for trace in traces}) == 1
     assert {trace["line"]["dash"] for trace in traces} == {"solid", "dot"}
-
-
-def test_a_hang_is_a_stretch_on_the_row_of_its_process(tmp_path):
-    """The time that a process stood still ends where the watchdog said so."""
-    add_process(tmp_path, [sample(step) for step in range(1, 9)], happened("exiting", 90))
-    write_events(
-        tmp_path / "supervisor", happened("hang", 80, pid=GONE, seconds=60.0, phase="data wait", hang_kind="lock")
-    )
-    (stretch,) = [t for t in figures(gather(tmp_path))["timeline"]["data"] if t["name"] == "stood still"]
-    assert stretch["y"] == [f"trainer {GONE}"]
-    assert stretch["x"] == [60_000.0]
-    assert stretch["base"] == ["2026-09-21 14:13:40.000"]
 
 
 def test_a_label_draws_no_html():

@@ -147,21 +147,6 @@ def _tensors(patches: Patches, fake: torch.device) -> None:
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda *_, **__: False)
     patches.replace(torch.Tensor, "record_stream", lambda *_: None)
-    patches.replace(torch, "Generator", _generator_class(fake))
-
-
-def _generator_class(fake: torch.device) -> Any:
-    original = torch.Generator
-
-    class _Kind(type(original)):  # type: ignore[misc]
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, original)
-
-        def __call__(cls, device: Any = "cpu") -> torch.Generator:
-            there = redirected(device, fake) != device or torch.device(device) == fake
-            return original("cpu" if there else device)
-
-    return _Kind("Generator", (), {})
 
 
 def _devices_as_seen(patches: Patches, fake: torch.device) -> None:
