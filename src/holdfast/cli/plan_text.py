@@ -58,9 +58,9 @@ def _print_owners(plan: DevicePlan) -> None:
     row = plan.shown
     shares = shares_of(plan.trace, row.optimizer)
     size = max(1, row.micro_batch_size)
-    peak, samples = _gib(sum(shares.owners.values())), "1 sample" if size == 1 else f"{size} samples"
+    peak, samples = _gib(sum(shares["owners"].values())), "1 sample" if size == 1 else f"{size} samples"
     typer.echo(f"Who owns the peak of {peak} that tensors hold ({_named(row)}, {samples})")
-    groups = (("", shares.owners), ("modules", shares.modules), ("lines", shares.lines))
+    groups = (("", shares["owners"]), ("modules", shares["modules"]), ("lines", shares["lines"]))
     for title, sizes in groups:
         words = ", ".join(f"{name} {_gib(count)}" for name, count in sizes.items() if count >= GIB / 1000)
         if words:
@@ -120,7 +120,7 @@ def _device(plan: DevicePlan) -> dict[str, Any]:
         "usable_bytes": device.usable_bytes,
         "context_bytes": device.context_bytes,
         "sources": dict(device.sources),
-        "owners": {name: dict(sizes) for name, sizes in asdict(shares_of(plan.trace, plan.shown.optimizer)).items()},
+        "owners": {name: dict(sizes) for name, sizes in shares_of(plan.trace, plan.shown.optimizer).items()},
         "recommended": None,
     }
     if best is None:

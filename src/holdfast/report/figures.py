@@ -140,7 +140,7 @@ def _value_axis(finite: Numbers, title: str, unit: str) -> Figure:
 
 
 def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: str, foot: float) -> list[Figure]:
-    """Return a curve and its marks; ``foot`` is the panel's least finite value, where marks stand if it has none."""
+    """Return a curve and its marks; ``foot`` is the panel's least finite value, where marks stand."""
     what = _NAMES.get(name)
     known = label(lane.label) + (f" {what}" if what else "")
     shown = "%{y:.1%}" if unit == "%" else "%{y:.6~g}" + (f" {unit}" if unit else "") + (f" {what}" if what else "")
@@ -166,7 +166,7 @@ def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: 
         "type": "scatter",
         "mode": "markers",
         "x": _values(bad),
-        "y": [_floor(series, foot)] * len(bad),
+        "y": [foot] * len(bad),
         "yaxis": axis,
         "name": "not finite",
         "legendgroup": label(lane.label),
@@ -179,12 +179,6 @@ def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: 
 
 def _first_column(lane: Lane) -> str:
     return next((name for columns, *_ in _PANELS for name in columns if name in lane.columns), "")
-
-
-def _floor(series: Series, foot: float) -> float:
-    """Return where marks without a value are drawn: at the foot of the curve, else at that of the panel."""
-    finite = series.values[np.isfinite(series.values)]
-    return float(finite.min()) if len(finite) else foot
 
 
 def _values(numbers: Numbers) -> list[float | int | None]:

@@ -117,7 +117,7 @@ def _standings(processes: Sequence[ProcessSnapshot]) -> Table:
             _phase(process),
             Text("" if process.since_seconds is None else duration(process.since_seconds)),
             Text(f"{process.step:,}" if process.step else ""),
-            Text(_number(process.steps_per_second, 3)),
+            Text("" if math.isnan(process.steps_per_second) else f"{process.steps_per_second:.3g}"),
             Text("" if math.isnan(process.wait_share) else f"{process.wait_share:.0%}"),
         )
     return table
@@ -207,7 +207,3 @@ def _value(value: float | None, digits: int) -> Text:
     if value is None:
         return Text("")
     return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")
-
-
-def _number(value: float, digits: int) -> str:
-    return "" if math.isnan(value) else f"{value:.{digits}g}"

@@ -90,7 +90,6 @@ def notify(
     body = json.dumps(as_json_value(dict(payload)), allow_nan=False).encode()
     headers = {"Content-Type": "application/json", "User-Agent": f"holdfast/{__version__}"}
     request = urllib.request.Request(url, body, headers, method="POST")  # noqa: S310 - check_webhook: http(s) only
-    problem = ""
     for pause in (0.0, *RETRY_SECONDS):
         if pause:
             wait(pause)

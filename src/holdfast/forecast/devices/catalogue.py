@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -158,18 +157,14 @@ def _named(name: str) -> Device:
     found = [device for device in _calibrated() if _plain(device.name) in names]
     found += [device for device, _ in known]
     if not found:
-        raise _unknown(name, wanted)
+        raise _unknown(name)
     return found[0]
 
 
-def _unknown(name: str, wanted: str) -> PolicyError:
-    names = {_plain(device.name): device.name for device in known_devices()}
-    near = [key for key in names if wanted and wanted in key]
-    near += [key for key in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5) if key not in near]
-    words = ", ".join(names[key] for key in near[:4]) or ", ".join(names.values())
+def _unknown(name: str) -> PolicyError:
     return PolicyError(
         f"device {name!r}",
-        limit=f"nothing is known by that name; nearest: {words}" if near else f"known are: {words}",
+        limit=f"known are: {', '.join(device.name for device in known_devices())}",
         fix="use such a name, a size such as 24GiB, or a file that `holdfast calibrate` wrote there.",
         rule="H416",
     )

@@ -87,23 +87,9 @@ def _selected(mode: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.new_empty(int(value.sum()) * math.prod(shape) // max(1, value.numel()))
 
 
-def _all_distinct(mode: Any, x: torch.Tensor, *args: bool, **kwargs: bool) -> tuple[torch.Tensor, ...]:
-    mode.guesses.rows("aten._unique2")
-    _, inverse, counts = (*args, *(False, False, False)[len(args) :])
-    with_inverse, with_counts = kwargs.get("return_inverse", inverse), kwargs.get("return_counts", counts)
-    indices = x.new_empty(tuple(x.shape) if with_inverse else 0, dtype=torch.int64)
-    return x.new_empty(x.numel()), indices, x.new_empty(x.numel() if with_counts else 0, dtype=torch.int64)
-
-
-def _repeated(mode: Any, repeats: torch.Tensor) -> torch.Tensor:
-    return repeats.new_empty(repeats.numel() * mode.guesses.count(at_most=mode.facts.of(repeats).at_most))
-
-
 _WORST: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _all_rows,
     aten.masked_select.default: _selected,
-    aten._unique2.default: _all_distinct,
-    aten.repeat_interleave.Tensor: _repeated,
 }
 
 

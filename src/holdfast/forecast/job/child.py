@@ -180,8 +180,7 @@ def _facts(job: Job) -> dict[str, Any]:
 
 
 def _host_bytes() -> int:
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

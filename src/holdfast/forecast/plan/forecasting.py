@@ -14,7 +14,6 @@ from holdfast.forecast.devices.catalogue import GIB, Device
 from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.plan.planning import (
     GRANULE_BYTES,
-    MOST_SAMPLES,
     Question,
     Row,
     Steps,
@@ -98,12 +97,8 @@ class Forecast:
     assumptions: tuple[Assumption, ...]
 
 
-Say = Callable[[str], object]
-"""Is called with what is being done."""
-
-
-def make_forecast(order: Order, say: Say = lambda _: None) -> Forecast:
-    """Trace and plan.
+def make_forecast(order: Order, say: Callable[[str], object] = lambda _: None) -> Forecast:
+    """Trace and plan; `say` is called with what is being done.
 
     Raises:
         HoldfastError: What `tracing.trace_job` raises.
@@ -117,10 +112,10 @@ def make_forecast(order: Order, say: Say = lambda _: None) -> Forecast:
     results = [result for result, _ in jobs.values()]
     said += [one for result in results for one in result.assumptions]
     said += [one for plan in plans for one in plan.trace.assumptions]
-    largest = max(row.micro_batch_size for plan in plans for row in plan.rows)
-    if order.global_batch_size is None and largest == MOST_SAMPLES:
-        said.append(Assumption(what=f"micro-batches of more than {MOST_SAMPLES} samples were not looked for"))
-    said += [without_bf16(device) for device in order.devices if "bf16" in steps and not has_bf16(device)]
+    slow = [device.name for device in order.devices if "bf16" in steps and not has_bf16(device)]
+    said += [
+        Assumption(what=f"{name} has no units for bf16: other plans are preferred to those in it") for name in slow
+    ]
     return Forecast(
         order=order,
         traced={precision: result for precision, (result, _) in jobs.items()},
@@ -132,7 +127,7 @@ def make_forecast(order: Order, say: Say = lambda _: None) -> Forecast:
 _Traced = tuple[TraceResult, Steps]
 
 
-def _all_traced(order: Order, say: Say) -> tuple[dict[str, _Traced], list[Assumption]]:
+def _all_traced(order: Order, say: Callable[[str], object]) -> tuple[dict[str, _Traced], list[Assumption]]:
     """Return the step in each precision in which it runs, and what is said of the others.
 
     Raises:
@@ -158,7 +153,7 @@ def _all_traced(order: Order, say: Say) -> tuple[dict[str, _Traced], list[Assump
     return jobs, [Assumption(what=what) for what in left_out]
 
 
-def _traced(order: Order, precision: str, say: Say) -> _Traced:
+def _traced(order: Order, precision: str, say: Callable[[str], object]) -> _Traced:
     """Return what tracing found, and the step at any size."""
     failed: list[NotAlignedError] = []
     for times in _TIMES:
@@ -190,7 +185,9 @@ def _traced(order: Order, precision: str, say: Say) -> _Traced:
     return result, Steps(whole=whole, accumulates=result.accumulates)
 
 
-def plan_device(order: Order, device: Device, steps: dict[str, Steps], say: Say = lambda _: None) -> DevicePlan:
+def plan_device(
+    order: Order, device: Device, steps: dict[str, Steps], say: Callable[[str], object] = lambda _: None
+) -> DevicePlan:
     """Return what fits a device."""
     question = Question(
         device=device,
@@ -216,14 +213,6 @@ def has_bf16(device: Device) -> bool:
     return device.capability is None or device.capability >= (8, 0)
 
 
-def without_bf16(device: Device) -> Assumption:
-    """Return what is to be said of a device that has no bf16."""
-    return Assumption(
-        what=f"{device.name} has no units for bf16, and computes attention otherwise with it, in more memory: plans"
-        " with bf16 are left out for it unless nothing else was asked for; plan with --precision fp16"
-    )
-
-
 def step_of(row: Row, step: Steps, question: Question, global_batch_size: int | None = None) -> Trace:
     """Return the step of a plan as memory sees it."""
     trace = step.whole.at(max(1, row.micro_batch_size))
@@ -232,7 +221,9 @@ def step_of(row: Row, step: Steps, question: Question, global_batch_size: int | 
     return with_accumulation(trace, total) if step.accumulates and total is not None else trace
 
 
-def verified(order: Order, plan: DevicePlan, steps: dict[str, Steps], say: Say, said: list[Assumption]) -> DevicePlan:
+def verified(
+    order: Order, plan: DevicePlan, steps: dict[str, Steps], say: Callable[[str], object], said: list[Assumption]
+) -> DevicePlan:
     """Return the plan with what one more trace says; if that one does not fit or run, another that does.
 
     What is said of plans that were refused is added to `said`.

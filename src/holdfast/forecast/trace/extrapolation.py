@@ -194,17 +194,12 @@ def _first_unequal(one: npt.NDArray[np.int32], two: npt.NDArray[np.int32]) -> in
 
 
 def _operation(trace: Trace, number: int) -> str:
-    """Return an operation's name, what it allocates, and the line of the user's that is nearest before it."""
+    """Return an operation's name, and the line of the user's that is nearest before it."""
     if number >= len(trace.operation_name):
         return "missing"
-    begin = trace.operation_event[number]
     last = number + 1 == len(trace.operation_event)
-    end = len(trace.events) if last else trace.operation_event[number + 1]
-    made = trace.events[begin:end]
-    made = made[made > 0] - 1
-    born = trace.events[:end]
+    born = trace.events[: len(trace.events) if last else trace.operation_event[number + 1]]
     lines = trace.line[born[born > 0] - 1]
     known = lines[lines > 0]
     where = f" at {trace.lines[known[-1]]}" if len(known) else ""
-    sizes = f" ({', '.join(str(size) for size in trace.size_bytes[made][:3])} bytes)" if len(made) else ""
-    return f"{trace.names[trace.operation_name[number]]}{sizes}{where}"
+    return f"{trace.names[trace.operation_name[number]]}{where}"
