@@ -138,12 +138,6 @@ def own_step_of_a_size() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "step": step}
 
 
-def of_length(length: int = 16, micro_batch_size: int = 2) -> dict[str, Any]:
-    """Take length and size as parameters."""
-    model = nn.Linear(8, 4)
-    return _job(model, torch.randn(micro_batch_size, 3, length, 8), lambda batch: model(batch).mean())
-
-
 def loader_with_workers() -> dict[str, Any]:
     """Give a loader in place of a batch."""
     model = nn.Linear(6, 3)

@@ -212,13 +212,6 @@ def trace_of(steps: list[tuple[str, int, int]]) -> tuple[np.ndarray[Any, Any], n
     return np.array(events, dtype=np.int32), np.array(sizes, dtype=np.int64)
 
 
-def test_replay_says_where_memory_ran_out() -> None:
-    """Under a cap that is too small the replay stops at the event that could not be served."""
-    played = replay(np.array([1, 2], dtype=np.int32), np.array([30 * MIB, 40 * MIB]), cap_bytes=60 * MIB)
-    assert (played.failed_at, played.retries) == (1, 1)
-    assert played.peak_reserved_bytes == 30 * MIB
-
-
 @pytest.mark.parametrize(("events", "text"), [([1, 1], "allocates storage 0"), ([-1], "frees storage 0")])
 def test_replay_refuses_a_trace_that_cannot_be(events: list[int], text: str) -> None:
     """A storage that is allocated twice or freed before it is there is an error, never a silent count."""

@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.forecast.fake.device import forecast_device
-from holdfast.forecast.kernels import attention
 from holdfast.forecast.kernels.attention import (
     AttentionCall,
     Backend,
@@ -89,13 +88,6 @@ def test_what_the_user_forbids_is_not_taken() -> None:
     assert choose_backend(call(), allowed) is Backend.EFFICIENT
     with pytest.raises(RuntimeError, match="No available kernel"):
         choose_backend(call(FP32), frozenset({Backend.FLASH}))
-
-
-def test_the_flags_of_torch_are_read() -> None:
-    """The context manager of torch.nn.attention decides what is allowed."""
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        assert attention._enabled() == {Backend.EFFICIENT, Backend.MATH}
-    assert Backend.FLASH in attention._enabled()
 
 
 SHAPE = (2, 4, 128, 64)

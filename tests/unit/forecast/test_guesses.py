@@ -132,13 +132,6 @@ def test_random_numbers_are_taken_as_the_middle_of_their_range() -> None:
         }
 
 
-def test_an_initialisation_that_draws_again_ends() -> None:
-    """Torch's truncated normal distribution waits for numbers that suit; on fake ones it asks nothing."""
-    with forecast_device() as device:
-        torch.nn.init.trunc_normal_(on_device(4), mean=0.0, std=10.0, a=-0.1, b=0.1)
-        assert device.assumptions == ()
-
-
 def test_a_result_that_no_rule_knows_is_refused_by_name() -> None:
     """H424 names the operator and the line."""
     library = torch.library.Library("holdfast_guess", "DEF")

@@ -21,7 +21,6 @@ from holdfast.forecast.plan.planning import (
     Question,
     Row,
     Steps,
-    nearest_miss,
     plan_rows,
     recommended,
 )
@@ -91,39 +90,6 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
         assert size == 0 or holds(step, row, size, question)
         if row.recompute != "some" and size < total:
             assert not holds(step, row, size + 1, question)
-
-
-def test_every_combination_has_a_row():
-    """Each implementation of the optimizer meets each mode of the allocator, and each choice of recomputation."""
-    seen: list[Row] = []
-    rows = plan_rows({"fp32": steps(), "bf16": steps()}, ask(200, 64), seen.append)
-    assert seen == rows
-    found = {(row.precision, row.optimizer, row.allocator, row.recompute) for row in rows}
-    assert len(found) == len(rows) == 2 * 2 * 2 * 3
-    assert {row.allocator for row in rows} == {"", EXPANDABLE}
-    sizes = {row.recompute: row.micro_batch_size for row in rows}
-    assert 0 < sizes["none"] < sizes["some"] <= sizes["all"]
-
-
-def test_a_margin_and_what_a_trace_leaves_open_are_kept_free():
-    """The default margin grows by what kernels may need beyond what was counted; a margin that is given does not."""
-    step = steps()
-    left_open = replace(step.whole.at(2), uncalibrated_bytes=7 * MIB)
-    default = Question(device=device(4000))
-    assert default.margin(left_open) == default.margin(step.whole.at(2)) + 7 * MIB
-    assert ask(4000).margin(left_open) == 0
-
-
-def test_nothing_fits_says_how_much_is_missing():
-    """With what is missing added to the device one sample fits; without recomputation more is missing."""
-    step = steps()
-    rows = plan_rows({"fp32": step}, ask(40, 8))
-    assert recommended(rows) is None
-    miss = nearest_miss(rows)
-    assert miss is not None
-    assert miss.missing_bytes == min(row.missing_bytes for row in rows) > 0
-    larger = ask(40 + -(-miss.missing_bytes // MIB), 8)
-    assert any(row.fits for row in plan_rows({"fp32": step}, larger))
 
 
 def row(**changes: object) -> Row:

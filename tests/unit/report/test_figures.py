@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 
@@ -43,16 +42,6 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
     assert bars.x[0] == pytest.approx(30_000)
 
 
-def test_panels_do_not_overlap(tmp_path):
-    """The domains of the value axes are apart, in order from top to bottom, within the figure."""
-    layout = figures(gather(make_run(tmp_path)))["steps"]["layout"]
-    domains = [layout[name]["domain"] for name in layout if name.startswith("yaxis")]
-    assert domains[0][1] == pytest.approx(1)
-    assert domains[-1][0] == pytest.approx(0, abs=1e-9)
-    assert all(above[0] > below[1] for above, below in itertools.pairwise(domains))
-    assert layout["xaxis"]["anchor"] == f"y{len(domains)}"
-
-
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_runs_of_hardly_any_step_are_drawn(tmp_path, count):
     """With no step there are no curves, with one there is a point that can be seen."""
@@ -90,17 +79,6 @@ def test_values_over_decades_get_a_logarithmic_axis(tmp_path):
     layout = figures(gather(tmp_path))["steps"]["layout"]
     assert "type" not in layout["yaxis"]
     assert layout["yaxis2"]["type"] == "log"
-
-
-def test_device_memory_has_a_panel_where_there_is_a_device(tmp_path):
-    """Allocated and reserved share one panel and can be told apart."""
-    memory = {"device_allocated_bytes": 3 << 30, "device_reserved_bytes": 5 << 30}
-    add_process(tmp_path, [sample(step, **memory) for step in range(1, 9)])
-    traces = [
-        t for t in figures(gather(tmp_path))["steps"]["data"] if "allocated" in t["name"] or "reserved" in t["name"]
-    ]
-    assert len({trace["yaxis"] for trace in traces}) == 1
-    assert {trace["line"]["dash"] for trace in traces} == {"solid", "dot"}
 
 
 def test_a_label_draws_no_html():

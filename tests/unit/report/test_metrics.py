@@ -121,15 +121,6 @@ def test_metrics_are_copied_by_the_supervisor_itself_without_losing_its_lock(tmp
     assert other.stdout == "True\n"
 
 
-def test_the_guard_that_a_process_names_is_copied_at_once(tmp_path):
-    """A run that has ended is looked at once, and the events of a guard elsewhere are part of it."""
-    run = tmp_path / "run"
-    add_process(run, [sample(1)], happened("guard", 2, path=str(tmp_path / "g")))
-    write_events(tmp_path / "g" / "recorder" / "rank0", happened("checkpoint_saved", 3, 1))
-    found = kept(run)
-    assert [each.event.kind for each in found.events] == ["guard", "checkpoint_saved"]
-
-
 def _tensorboard(folder: Path) -> list:
     """Return the events in the files of a folder: records of length, digest, protobuf, digest."""
     from tensorboardX.proto.event_pb2 import Event as Written

@@ -134,12 +134,6 @@ def test_an_address_that_is_none_is_refused_at_the_start():
         assert caught.value.rule == "H744"
 
 
-def test_nobody_listens(caplog):
-    """A refused connection is no exception."""
-    assert not notify("http://127.0.0.1:9/x", {"a": object()}, wait=lambda seconds: None)
-    assert "was not delivered" in caplog.text
-
-
 def test_hostile_texts_give_no_command_to_a_chat(server):
     """A log line cannot call everybody, hide a link or break the JSON."""
     everything = " ".join((*HOSTILE, "<!channel> <https://evil.example|click> @everyone"))
