@@ -1,4 +1,4 @@
-"""The page in headless Chromium: it opens from a file, draws, zooms, asks for nothing and runs nothing hostile."""
+"""The page in headless Chromium: it opens from a file, draws, asks for nothing and runs nothing hostile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.skipif(not (_CHROMIUM and _DRIVER), reason="chromium and chromedriver are not installed"),
 ]
 _DRAWN = "return document.documentElement.dataset.drawn"
-_RANGE = "return document.getElementById(arguments[0])._fullLayout.xaxis.range.map(Number)"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return render(gather(make_run(tmp_path_factory.mktemp("run"), ranks=2)))
 
 
-def opened(browser: Any, page: str, path: Path, *, scheme: str = "light") -> Any:
+def opened(browser: Any, page: str, path: Path) -> Any:
     """Open a page from a file and wait until its plots are drawn; nothing of an earlier page is left in the logs."""
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -69,8 +68,6 @@ def opened(browser: Any, page: str, path: Path, *, scheme: str = "light") -> Any
     browser.get("about:blank")
     for kind in ("browser", "performance"):
         browser.get_log(kind)
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     browser.get(path.as_uri())
     WebDriverWait(browser, 60).until(lambda _: browser.execute_script(_DRAWN) is not None)
     return browser
@@ -94,20 +91,6 @@ def requested(browser: Any) -> list[str]:
         if message["method"] == "Network.loadingFailed" and message["params"].get("blockedReason") == "csp":
             asked.pop(message["params"]["requestId"], None)
     return [url for url in asked.values() if not url.startswith(("file:///", "data:", "blob:"))]
-
-
-def dragged(browser: Any, place: str) -> None:
-    """Drag with the mouse over a part of the plot's first panel."""
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.by import By
-
-    area = browser.find_element(By.CSS_SELECTOR, f"#{place} .nsewdrag")
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", area)
-    actions = ActionChains(browser, duration=50)
-    actions.move_to_element_with_offset(area, -100, 0).click_and_hold()
-    for _ in range(5):
-        actions.move_by_offset(40, 0)
-    actions.release().perform()
 
 
 def test_the_page_opens_offline_and_draws(browser, page, tmp_path):
@@ -147,31 +130,6 @@ def test_images_of_the_run_are_shown_under_the_policy_of_the_page(browser, tmp_p
     assert (natural, wide < 1320) == (2000, True)
 
 
-def test_a_drag_zooms_all_panels_and_a_double_click_shows_all(browser, page, tmp_path):
-    """A real mouse on the first panel narrows the shared axis of steps, and two clicks bring it back."""
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    opened(browser, page, tmp_path / "page.html")
-    before = browser.execute_script(_RANGE, "steps")
-    dragged(browser, "steps")
-    after = browser.execute_script(_RANGE, "steps")
-    assert before[0] < after[0] < after[1] < before[1]
-    assert after[1] - after[0] < 0.4 * (before[1] - before[0])
-    area = browser.find_element(By.CSS_SELECTOR, "#steps .nsewdrag")
-    ActionChains(browser).double_click(area).perform()
-    WebDriverWait(browser, 20).until(
-        lambda _: browser.execute_script(_RANGE, "steps") == pytest.approx(before, rel=0.05, abs=5)
-    )
-    moments = "return document.getElementById('timeline')._fullLayout.xaxis.range.map(x => +new Date(x))"
-    begin, end = browser.execute_script(moments)
-    dragged(browser, "timeline")
-    zoomed = browser.execute_script(moments)
-    assert zoomed[1] - zoomed[0] < 0.5 * (end - begin)
-    assert said(browser) == []
-
-
 def test_hostile_texts_run_nothing_in_a_browser(browser, tmp_path):
     """With every plot hovered and every part unfolded, nothing ran, nothing was loaded and no link was made."""
     opened(browser, render(gather(hostile_run(tmp_path))), tmp_path / "page.html")
@@ -206,51 +164,6 @@ def test_the_policy_of_the_page_would_stop_a_script_that_slipped_through(browser
     browser.execute_async_script("setTimeout(arguments[0], 500)")
     assert (browser.execute_script("return window.hacked") is None) == protected
     assert (requested(browser) == []) == protected
-
-
-def _luminance(colour: str) -> float:
-    """Return the relative luminance of "rgb(r, g, b)" as WCAG 2 defines it."""
-    parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : colour.index(")")].split(",")[:3]]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def _contrast(first: str, second: str) -> float:
-    light, dark = sorted((_luminance(first), _luminance(second)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-_COLOURS = """
-const of = (selector, what) => getComputedStyle(document.querySelector(selector))[what];
-return {card: of('section', 'backgroundColor'), ink: of('section p', 'color'), hint: of('.hint', 'color'),
-        code: of('pre', 'backgroundColor'), quoted: of('pre', 'color'), tick: of('#steps .xtick text', 'fill'),
-        title: of('#steps .annotation-text', 'fill')}
-"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_can_be_read_in_light_and_in_dark(browser, page, tmp_path, scheme):
-    """Text, hints, quotations and the texts in plots have a contrast of at least 4.5 to 1 (WCAG 2, level AA)."""
-    opened(browser, page, tmp_path / "page.html", scheme=scheme)
-    colours = browser.execute_script(_COLOURS)
-    assert (_luminance(colours["card"]) < 0.2) == (scheme == "dark")
-    for text in ("ink", "hint", "tick", "title"):
-        assert _contrast(colours[text], colours["card"]) >= 4.5, text
-    assert _contrast(colours["quoted"], colours["code"]) >= 4.5
-
-
-def test_the_plots_follow_a_change_of_the_colour_scheme(browser, page, tmp_path):
-    """A browser that turns dark while the page is open redraws the plots' texts."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    opened(browser, page, tmp_path / "page.html")
-    before = browser.execute_script(_COLOURS)
-    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
-    WebDriverWait(browser, 20).until(lambda _: browser.execute_script(_COLOURS)["tick"] != before["tick"])
-    after = browser.execute_script(_COLOURS)
-    assert _contrast(after["tick"], after["card"]) >= 4.5
-    assert said(browser) == []
 
 
 @pytest.mark.parametrize("what", ["nothing", "one step", "a full ring of 8 ranks"])

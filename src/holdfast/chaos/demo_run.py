@@ -136,13 +136,6 @@ class DemoRun:
         expected = dict(reference.digests)
         return next((step for step, digest in self.digests if expected.get(step) != digest), None)
 
-    def compared_with(self, reference: DemoRun) -> str:
-        """Say where this run differs from its reference, and what it decided: for a promise that did not hold."""
-        step = self.first_difference(reference)
-        first = f"equal up to step {self.digests[-1][0]}, its last" if step is None else f"step {step} differs first"
-        decisions = [event for event in self.events() if "promise" in event.data]
-        return "; ".join([first, *(f"{event.kind} in step {event.global_step + 1}" for event in decisions)])
-
     def extra_seconds(self, step: int) -> float:
         """Return how much longer a step took than the others, failed attempts included."""
         committed = self.steps(StepMark.COMMITTED)

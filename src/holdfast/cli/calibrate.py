@@ -27,7 +27,7 @@ def run(
     with failing_clearly(as_json=as_json):
         from holdfast.forecast.devices.calibration import calibrate  # here, since torch takes seconds to import
 
-        device = calibrate(index, on_progress=lambda text: typer.echo(f"{text} …", err=True))
+        device = calibrate(index)
         path = device_file(device.name) if out is None else out
         save_device(device, path)
         if as_json:

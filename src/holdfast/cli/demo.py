@@ -81,7 +81,7 @@ def _print(report: dict[str, Any], plot: Path, seconds: float) -> None:
     table = Table("fault", "what happened", "remedy", "what it promises", "held", "cost", box=SIMPLE, show_lines=True)
     for row in report["rows"]:
         cost = f"{row['lost_steps']} steps, {row['seconds']:.1f} s"
-        held = f"[green]yes[/]: {row['evidence']}" if row["held"] else f"[red]NO[/]: {row['evidence']}"
+        held = f"[green]yes[/]: {row['evidence']}" if row["held"] else f"[red]NO[/], checked: {row['evidence']}"
         table.add_row(row["fault"], row["happened"], row["remedy"], row["promise"], held, cost)
     out = console()
     out.print(table)

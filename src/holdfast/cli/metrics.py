@@ -17,27 +17,30 @@ from holdfast.core.errors import PolicyError
 def run(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/last.")],
     tensorboard: Annotated[str | None, typer.Option(metavar="DIR", help="Event files.")] = None,
-    prometheus: Annotated[
-        str | None, typer.Option(metavar="FILE|:PORT", help="A text file, or an endpoint while --follow.")
-    ] = None,
     jsonl: Annotated[str | None, typer.Option(metavar="FILE|-", help="Lines of JSON, appended.")] = None,
     wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Weights & Biases.")] = None,
     mlflow: Annotated[str | None, typer.Option(metavar="URI", help="MLflow.")] = None,
     follow_run: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Copy steps and events of a run to TensorBoard, Prometheus, JSON lines, Weights & Biases or MLflow.
+    """Copy steps and events of a run to TensorBoard, JSON lines, Weights & Biases or MLflow.
 
     Exit code 1: some sink failed on the way.
     """
     from holdfast.report.metrics import follow, open_sinks  # here: `holdfast run` starts without it
     from holdfast.report.sources import check_run
 
-    given = {"tensorboard": tensorboard, "prometheus": prometheus, "jsonl": jsonl, "wandb": wandb, "mlflow": mlflow}
+    given = {"tensorboard": tensorboard, "jsonl": jsonl, "wandb": wandb, "mlflow": mlflow}
     wanted = [f"{name}={target}" for name, target in given.items() if target is not None]
     with failing_clearly(as_json=as_json):
         path = check_run(run_dir)
-        _check(wanted, prometheus, follow_run=follow_run)
+        if not wanted:
+            raise PolicyError(
+                "no target for the metrics",
+                limit="somebody must be able to read them",
+                fix="pass one such as --tensorboard DIR or --jsonl -.",
+                rule="H743",
+            )
         sinks = open_sinks(wanted, path)
         stop = threading.Event()
         if follow_run:
@@ -55,14 +58,3 @@ def run(
             typer.echo(f"failed: {failure}", err=True)
     if copied.failures:
         raise typer.Exit(CHECK_FAILED)
-
-
-def _check(wanted: list[str], prometheus: str | None, *, follow_run: bool) -> None:
-    endpoint = prometheus is not None and ":" in prometheus and "/" not in prometheus
-    if not wanted or (endpoint and not follow_run):
-        raise PolicyError(
-            "no target for the metrics" if not wanted else f"an endpoint at {prometheus} without --follow",
-            limit="somebody must be able to read them",
-            fix="pass one such as --tensorboard DIR or --jsonl -." if not wanted else "add --follow.",
-            rule="H743",
-        )

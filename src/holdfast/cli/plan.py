@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.status import Status
 
 from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json
 from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.devices.catalogue import Device, bytes_in, find_device
-from holdfast.forecast.plan.forecasting import Forecast, Order, Watcher, has_bf16, make_forecast
-from holdfast.forecast.plan.planning import Row
-from holdfast.report.memory_page import render
-from holdfast.report.offline_page import plotly_script
+from holdfast.forecast.plan.forecasting import Order, has_bf16, make_forecast
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -59,7 +55,6 @@ Margin = Annotated[
 ]
 MaxGradNorm = Annotated[float | None, typer.Option(min=0, help="If you clip gradients, at which norm.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Draw memory over one step; needs no network.")]
 
 
 def run(
@@ -71,7 +66,6 @@ def run(
     margin: Margin = None,
     max_grad_norm: MaxGradNorm = None,
     out: Out = None,
-    html: Html = None,
     verify: Annotated[bool, typer.Option(help="Trace the recommended plan once more.")] = True,
     json: Json = False,
 ) -> None:
@@ -92,40 +86,30 @@ def run(
             max_grad_norm=max_grad_norm,
             verify=verify,
         )
-        _check_files(out, html, len(devices))
-        with _progress(quiet=json) as watcher:
-            forecast = make_forecast(order, watcher)
-        written = list(_write(forecast, out, html))
+        _check_out(out, len(devices))
+        with _progress(quiet=json) as say:
+            forecast = make_forecast(order, say)
+        written = None if forecast.plans[0].best is None else out
+        if written is not None:
+            replace_file(written, as_yaml(forecast).encode())
     if json:
         print_json(as_json(forecast))
     else:
         print_forecast(forecast)
-        for file in written:
-            typer.echo(f"wrote {file}")
-    if out is not None and out not in written:
+        if written is not None:
+            typer.echo(f"wrote {written}")
+    if out is not None and written is None:
         typer.echo(f"{out} was not written: there is no plan to write", err=True)
     if any(plan.best is None for plan in forecast.plans):
         raise typer.Exit(CHECK_FAILED)
 
 
-def _check_files(out: Path | None, html: Path | None, devices: int) -> None:
-    """Find out before a minute of work whether files can be written, or raise H421, H742 or an OSError."""
+def _check_out(out: Path | None, devices: int) -> None:
+    """Find out before a minute of work whether the plan can be written, or raise H421 or an OSError."""
     if out is not None and devices > 1:
         raise _wrong(f"--out for {devices} devices", "a policy is for one", "name one --device.")
-    for file in filter(None, (out, html)):
-        if file.is_dir() or not os.access(file.absolute().parent, os.W_OK):
-            raise PermissionError(f"{file} cannot be written")
-    if html is not None:
-        plotly_script()
-
-
-def _write(forecast: Forecast, out: Path | None, html: Path | None) -> Iterator[Path]:
-    if out is not None and forecast.plans[0].best is not None:
-        replace_file(out, as_yaml(forecast).encode())
-        yield out
-    if html is not None:
-        replace_file(html, render(forecast).encode())
-        yield html
+    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
+        raise PermissionError(f"{out} cannot be written")
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -175,32 +159,17 @@ def _wrong(what: str, limit: str, fix: str) -> PolicyError:
     return PolicyError(what, limit=limit, fix=fix, rule="H421")
 
 
-class _Progress(Watcher):
-    """Says what is being done: in a spinner on a terminal, else in lines, each once, unless it is to be quiet."""
-
-    def __init__(self, status: Status | None, *, quiet: bool) -> None:
-        self._status, self._quiet = status, quiet
-        self._said: set[str] = set()
-
-    def traced(self, doing: str) -> None:
-        self._say(doing)
-
-    def planned(self, row: Row) -> None:
-        self._say(f"planning for {row.device}")
-
-    def verifies(self, row: Row) -> None:
-        self._say(f"tracing micro-batches of {row.micro_batch_size} for {row.device} once more")
-
-    def _say(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(text)
-        elif not self._quiet and text not in self._said:
-            self._said.add(text)
-            typer.echo(f"holdfast plan: {text}", err=True)
-
-
 @contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Watcher]:
-    terminal = Console(stderr=True)
+def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield what says what is being done: in a spinner on a terminal, else in lines, each once, unless `quiet`."""
+    terminal, said = Console(stderr=True), set[str]()
     with terminal.status("starting") if terminal.is_terminal else contextlib.nullcontext() as status:
-        yield _Progress(status, quiet=quiet)
+
+        def say(text: str) -> None:
+            if status is not None:
+                status.update(text)
+            elif not quiet and text not in said:
+                said.add(text)
+                typer.echo(f"holdfast plan: {text}", err=True)
+
+        yield say

@@ -46,7 +46,7 @@ def _facts(run: RunSnapshot) -> Any:
         for name in ("info", "lane", "ended", "losses"):
             del process[name]
         process["phase"] = process["phase"].name.lower() if process["phase"] else None
-    facts = {name: getattr(run, name) for name in ("command", "state", "attempt", "began", "now", "newest", "limits")}
+    facts = {name: getattr(run, name) for name in ("command", "state", "attempt", "began", "now", "newest")}
     return as_json_value(
         {
             "name": run.path.name,

@@ -35,13 +35,6 @@ class Watch:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
-        if self._hooks:
-            raise PolicyError(
-                "this watch is entered a second time",
-                limit="it observes one loop at a time",
-                fix="call watch() for each loop.",
-                rule="H105",
-            )
         self._depth = torch._C._len_torch_function_stack()
         self._observer.install()
         for optimizer in self._optimizers.values():

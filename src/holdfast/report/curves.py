@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.core.errors import PolicyError
-
 
 def draw_losses(
     path: Path, reference: Sequence[float], curve: Sequence[tuple[int, float]], marks: Sequence[tuple[int, str]]
@@ -19,19 +17,9 @@ def draw_losses(
         reference: Loss of each step of the undisturbed run, from step 1.
         curve: ``(step, loss)`` of the disturbed run, in the order in which the steps were made.
         marks: ``(steps made before it, what)``; one label for each kind.
-
-    Raises:
-        PolicyError: H105, if matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise PolicyError(
-            "matplotlib is not installed",
-            limit="the plot needs it",
-            fix='install the extra: pip install "holdfast[demo]".',
-            rule="H105",
-        ) from error
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

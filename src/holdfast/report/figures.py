@@ -28,7 +28,6 @@ COLOURS = (
 STRETCHES = {
     "starting": "#8fa3b8",
     "training": "#45a95a",
-    "stood still": "#e15759",
     "ending": "#b8a26b",
 }
 _MARKS = {
@@ -141,7 +140,7 @@ def _value_axis(finite: Numbers, title: str, unit: str) -> Figure:
 
 
 def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: str, foot: float) -> list[Figure]:
-    """Return a curve and its marks; ``foot`` is the panel's least finite value, where marks stand if it has none."""
+    """Return a curve and its marks; ``foot`` is the panel's least finite value, where marks stand."""
     what = _NAMES.get(name)
     known = label(lane.label) + (f" {what}" if what else "")
     shown = "%{y:.1%}" if unit == "%" else "%{y:.6~g}" + (f" {unit}" if unit else "") + (f" {what}" if what else "")
@@ -167,7 +166,7 @@ def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: 
         "type": "scatter",
         "mode": "markers",
         "x": _values(bad),
-        "y": [_floor(series, foot)] * len(bad),
+        "y": [foot] * len(bad),
         "yaxis": axis,
         "name": "not finite",
         "legendgroup": label(lane.label),
@@ -182,12 +181,6 @@ def _first_column(lane: Lane) -> str:
     return next((name for columns, *_ in _PANELS for name in columns if name in lane.columns), "")
 
 
-def _floor(series: Series, foot: float) -> float:
-    """Return where marks without a value are drawn: at the foot of the curve, else at that of the panel."""
-    finite = series.values[np.isfinite(series.values)]
-    return float(finite.min()) if len(finite) else foot
-
-
 def _values(numbers: Numbers) -> list[float | int | None]:
     """Return JSON numbers with 7 digits, which is what float32 holds; None in gaps."""
     return [
@@ -198,9 +191,7 @@ def _values(numbers: Numbers) -> list[float | int | None]:
 
 def timeline(run: RunSnapshot) -> Figure | None:
     """Return when each process started, trained and ended, with events as marks, over time in UTC."""
-    rows, left_out = _rows(run)
-    if not rows:
-        return None
+    rows = _rows(run)
     data = _stretch_traces(run, rows) + _event_traces(run.events, rows)
     if not data:
         return None
@@ -219,15 +210,10 @@ def timeline(run: RunSnapshot) -> Figure | None:
             "fixedrange": True, "automargin": False, "range": [-0.6, len(rows) - 0.4],
         },
     }  # fmt: skip
-    if left_out:
-        layout["annotations"] = [
-            {"text": f"{left_out} more processes are not drawn", "xref": "paper", "yref": "paper", "x": 1, "y": 0,
-             "xanchor": "right", "yanchor": "top", "yshift": -22, "showarrow": False}
-        ]  # fmt: skip
     return {"data": data, "layout": layout}
 
 
-def _rows(run: RunSnapshot) -> tuple[list[str], int]:
+def _rows(run: RunSnapshot) -> list[str]:
     """Return the rows: the supervisor, trainers, then the others, as many as can be read.
 
     Loader workers only if they recorded something: when they ended is not known, and each epoch has its own.
@@ -238,8 +224,7 @@ def _rows(run: RunSnapshot) -> tuple[list[str], int]:
     recording = {seen.source for seen in run.events}
     rows += [seen.label for seen in processes if seen.role != "loader worker" or seen.label in recording]
     rows += [lane.label for lane in run.lanes] + [seen.source for seen in run.events]
-    unique = list(dict.fromkeys(rows))
-    return unique[:_MOST_ROWS], max(0, len(unique) - _MOST_ROWS)
+    return list(dict.fromkeys(rows))[:_MOST_ROWS]
 
 
 def _stretch_traces(run: RunSnapshot, rows: list[str]) -> list[Figure]:
@@ -250,7 +235,6 @@ def _stretch_traces(run: RunSnapshot, rows: list[str]) -> list[Figure]:
     for lane in run.lanes:
         if lane.label not in observed and lane.begun is not None and lane.ended is not None:
             bars.append(("training", lane.label, lane.begun, lane.ended, f"{lane.steps} steps"))
-    bars += _hangs(run)
     by_kind: dict[str, list[tuple[str, float, float, str]]] = {}
     for kind, row, begin, end, text in bars:
         if row in rows:
@@ -270,21 +254,6 @@ def _stretch_traces(run: RunSnapshot, rows: list[str]) -> list[Figure]:
         }
         for kind, group in by_kind.items()
     ]
-
-
-def _hangs(run: RunSnapshot) -> list[tuple[str, str, float, float, str]]:
-    """Return the stretches that the watchdog found a process to stand still in."""
-    labels = {seen.info.pid: seen.label for seen in run.processes if seen.info}  # the newest of a pid that came again
-    found = []
-    for seen in run.events:
-        facts, pid = seen.event.data, seen.event.data.get("pid")
-        seconds = facts.get("seconds")
-        if seen.event.kind == "hang" and isinstance(seconds, (int, float)) and pid in labels and 0 < seconds < 1e9:
-            how = facts.get("hang_kind", "hang")
-            text = f"{how}: {duration(seconds)} in phase {facts.get('phase')}"
-            end = seen.event.unix_seconds
-            found.append(("stood still", labels[pid], end - seconds, end, text))
-    return found
 
 
 def _stretches(seen: ProcessSnapshot) -> list[tuple[str, str, float, float, str]]:

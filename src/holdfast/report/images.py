@@ -69,10 +69,7 @@ def _tags(folder: Path, problems: list[str]) -> Iterator[tuple[str, list[tuple[i
     """Yield the tags with their files, newest first."""
     try:
         listed = islice(folder.iterdir(), _MOST_FILES)
-        tags = sorted(each for each in listed if each.is_dir() and not each.is_symlink())
-        if len(tags) > MOST_TAGS:
-            problems.append(f"images of {MOST_TAGS} of {len(tags)} tags are shown")
-        for tag in tags[:MOST_TAGS]:
+        for tag in sorted(each for each in listed if each.is_dir() and not each.is_symlink())[:MOST_TAGS]:
             files = [
                 (int(path.stem), path)
                 for path in islice(tag.iterdir(), _MOST_FILES)

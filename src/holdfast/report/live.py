@@ -60,15 +60,14 @@ def draw(run: RunSnapshot, width: int) -> RenderableType:
 
     Args:
         run: From `Watched.look`.
-        width: Columns of the terminal; below 110 some columns are left out.
+        width: Columns of the terminal.
     """
-    wide = width >= _WIDE
     present = [each for each in run.processes if each.alive is not False or each.role in ("trainer", "guard")]
     processes = present or run.processes  # workers of epochs that are over are many
     shown = processes[:_MOST_PROCESSES]
     parts: list[RenderableType] = [_head(run)]
     if shown:
-        parts.append(_standings(shown, wide=wide))
+        parts.append(_standings(shown))
         trained = [process for process in shown if process.losses or process.host_bytes]
         if trained:
             parts.append(_training(trained, width))
@@ -95,9 +94,6 @@ def _head(run: RunSnapshot) -> Panel:
     lines = [line]
     if run.command:
         lines.insert(0, Text(sanitise(run.command, most=300), no_wrap=True, overflow="ellipsis"))
-    if run.limits:
-        shown = ", ".join(f"{sanitise(name, most=20)} {duration(seconds)}" for name, seconds in run.limits.items())
-        lines.append(Text(f"limits: {shown}", style="dim"))
     title = Text(sanitise(run.path.name, most=60))
     return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED)
 
@@ -113,21 +109,17 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _standings(processes: Sequence[ProcessSnapshot], *, wide: bool) -> Table:
-    columns = ["process", "phase", "since", "step", "steps/s", "wait"]
-    table = _table(columns[0], "role", *columns[1:]) if wide else _table(*columns)
+def _standings(processes: Sequence[ProcessSnapshot]) -> Table:
+    table = _table("process", "phase", "since", "step", "steps/s", "wait")
     for process in processes:
-        cells = [
+        table.add_row(
             Text(sanitise(process.label, most=40)),
             _phase(process),
             Text("" if process.since_seconds is None else duration(process.since_seconds)),
             Text(f"{process.step:,}" if process.step else ""),
-            Text(_number(process.steps_per_second, 3)),
+            Text("" if math.isnan(process.steps_per_second) else f"{process.steps_per_second:.3g}"),
             Text("" if math.isnan(process.wait_share) else f"{process.wait_share:.0%}"),
-        ]
-        if wide:
-            cells.insert(1, Text(process.role, style="dim"))
-        table.add_row(*cells)
+        )
     return table
 
 
@@ -157,21 +149,16 @@ def _training(processes: Sequence[ProcessSnapshot], width: int) -> Table:
             Text("" if loss is None else sparkline(process.losses, bars), style="cyan"),
             _value(process.grad_norm, 3),
             _value(process.learning_rate, 3),
-            _memory(process.host_bytes, process.host_change_bytes),
+            _memory(process.host_bytes),
         ]
         if devices:
-            cells.append(_memory(process.device_bytes, process.device_change_bytes))
+            cells.append(_memory(process.device_bytes))
         table.add_row(*cells)
     return table
 
 
-def _memory(count: int, change: int) -> Text:
-    if not count:
-        return Text("")
-    text = Text(size(count))
-    if abs(change) >= 2**20:  # below a mebibyte the allocators' own noise shows
-        text.append(f" {'+' if change > 0 else '-'}{size(abs(change))}", style="yellow" if change > 0 else "dim")
-    return text
+def _memory(count: int) -> Text:
+    return Text(size(count) if count else "")
 
 
 def _events(run: RunSnapshot) -> Table:
@@ -220,7 +207,3 @@ def _value(value: float | None, digits: int) -> Text:
     if value is None:
         return Text("")
     return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")
-
-
-def _number(value: float, digits: int) -> str:
-    return "" if math.isnan(value) else f"{value:.{digits}g}"

@@ -3,7 +3,7 @@
 All text is sanitised and escaped where it enters the HTML; data enters a script as JSON in which ``<``, ``>`` and
 ``&`` are written as escapes; the page's own policy names the two scripts by their digests and loads nothing.
 
-Does not: know what a page shows (``page``, ``memory_page``).
+Does not: know what a page shows (``page``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def fill_page(
     command: str,
     body: str,
     figures: Mapping[str, object],
-    kicker: str = "holdfast report",
     now: datetime | None = None,
 ) -> str:
     """Return a page.
@@ -42,7 +41,6 @@ def fill_page(
         command: The line below it, as text.
         body: Sections, as HTML.
         figures: Of plotly, by the id of the element that each is drawn in.
-        kicker: What kind of page it is.
         now: Time to write at its foot.
 
     Raises:
@@ -54,7 +52,6 @@ def fill_page(
         policy=_policy(plotly, script),
         title=as_html(f"{name} - holdfast"),
         style=_template("page.css").template,
-        kicker=as_html(kicker),
         name=as_html(name),
         command=as_html(command, most=4000),
         body=body,

@@ -17,7 +17,7 @@ from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.report.figures import figures
 from holdfast.report.images import ImageSeen
 from holdfast.report.offline_page import as_html, fill_page, plot, prose
-from holdfast.report.run_snapshot import CheckpointSeen, ProcessSnapshot, RunSnapshot
+from holdfast.report.run_snapshot import CheckpointSeen, RunSnapshot
 from holdfast.report.sources import EventSeen
 from holdfast.report.verdicts import how_sure
 
@@ -211,20 +211,9 @@ def _environment(run: RunSnapshot) -> str:
         f'<tr><th>{as_html(key, most=80)}</th><td class="text">{as_html(_shown(value))}</td></tr>'
         for key, value in list(values.items())[:60]
     ]
-    rows += [
-        f'<tr><th>{as_html(seen.label, most=80)}</th><td class="text">{as_html(_process(seen), most=800)}</td></tr>'
-        for seen in run.processes[-60:]
-    ]
     rows.append(f'<tr><th>run directory</th><td class="text">{as_html(run.path)}</td></tr>')
     notes = "".join(f'<p class="notice">{as_html(problem)}</p>' for problem in run.problems)
     return f"<section><h2>Environment</h2><table>{''.join(rows)}</table>{notes}</section>"
-
-
-def _process(seen: ProcessSnapshot) -> str:
-    info = seen.info
-    assert info is not None
-    torch = f"torch {info.torch}" if info.torch else "torch not imported"
-    return f"{info.role}, pid {info.pid}, {torch}, {_shown(info.argv)}"
 
 
 def _shown(value: object) -> str:

@@ -44,7 +44,7 @@ class ProcessSnapshot:
     """One process; numbers are None, NaN or 0 where they are unknown.
 
     `alive` is None if that cannot be seen from here. Of `watch` only: `losses` and `wait_share` are those of the
-    newest 600 steps, changes of memory those since the first of these, `steps_per_second` that of the newest 50.
+    newest 600 steps, `steps_per_second` that of the newest 50.
     """
 
     label: str
@@ -64,9 +64,7 @@ class ProcessSnapshot:
     learning_rate: float | None = None
     wait_share: float = math.nan
     host_bytes: int = 0
-    host_change_bytes: int = 0
     device_bytes: int = 0
-    device_change_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +117,3 @@ class RunSnapshot:
         """Return the Unix time at which the supervisor began, or None."""
         began = self.supervised.get("started")
         return float(began) if isinstance(began, (int, float)) else None
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """Return the limits of the watchdog in seconds, by phase, as far as they were written down."""
-        given = self.supervised.get("limits")
-        pairs = given.items() if isinstance(given, dict) else ()
-        return {
-            str(name): float(each) for name, each in pairs if isinstance(each, (int, float)) and math.isfinite(each)
-        }

@@ -196,18 +196,14 @@ def _recent(history: Sequence[StepSample]) -> dict[str, Any]:
     losses = [each.loss for each in history if each.loss is not None]
     norms = [each.grad_norm for each in history if each.grad_norm is not None]
     rates = [each.learning_rate for each in history if each.learning_rate is not None]
-    host = [each.host_bytes for each in history if each.host_bytes] or [0]
-    device = [each.device_allocated_bytes for each in history if each.device_allocated_bytes] or [0]
     return {
         "loss": losses[-1] if losses else None,
         "losses": tuple(losses),
         "grad_norm": norms[-1] if norms else None,
         "learning_rate": rates[-1] if rates else None,
         "wait_share": math.fsum(each.wait_seconds for each in timed) / seconds if seconds > 0 else math.nan,
-        "host_bytes": host[-1],
-        "host_change_bytes": host[-1] - host[0],
-        "device_bytes": device[-1],
-        "device_change_bytes": device[-1] - device[0],
+        "host_bytes": next((each.host_bytes for each in reversed(history) if each.host_bytes), 0),
+        "device_bytes": next((b for each in reversed(history) if (b := each.device_allocated_bytes)), 0),
     }
 
 

@@ -72,10 +72,9 @@ def test_metrics_copies_a_run_that_ended(tmp_path):
     assert json.loads(followed.output) == {"points": 20, "events": 4, "lost": 0, "failures": [], "gone": []}
 
 
-@pytest.mark.parametrize("arguments", [(), ("--prometheus", ":9100")])
-def test_metrics_that_nobody_could_read_are_refused(tmp_path, arguments):
-    """Without a target, or with an endpoint that would close at once, nothing is done."""
-    refused = call(metrics.run, make_run(tmp_path / "run"), *arguments, "--json")
+def test_metrics_that_nobody_could_read_are_refused(tmp_path):
+    """Without a target nothing is done."""
+    refused = call(metrics.run, make_run(tmp_path / "run"), "--json")
     assert refused.exit_code == 2
     assert json.loads(refused.output)["error"]["rule"] == "H743"
 

@@ -138,12 +138,6 @@ def own_step_of_a_size() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "step": step}
 
 
-def of_length(length: int = 16, micro_batch_size: int = 2) -> dict[str, Any]:
-    """Take length and size as parameters."""
-    model = nn.Linear(8, 4)
-    return _job(model, torch.randn(micro_batch_size, 3, length, 8), lambda batch: model(batch).mean())
-
-
 def loader_with_workers() -> dict[str, Any]:
     """Give a loader in place of a batch."""
     model = nn.Linear(6, 3)
@@ -163,19 +157,6 @@ def real_weights() -> dict[str, Any]:
     model.weight.data = torch.from_numpy(weights * 2)
     model = model.cuda()
     return _job(model, torch.randn(4, 32).to("cuda"), lambda batch: model(batch.to("cuda")).square().mean())
-
-
-def listed() -> dict[str, Any]:
-    """Take a list of samples, each of which goes through the model by itself."""
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
-
-    def loss_fn(batch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        losses = [functional.cross_entropy(model(each["x"].to("cuda")), each["y"].to("cuda")) for each in batch]
-        return torch.stack(losses).mean()
-
-    return _job(
-        model, [{"x": torch.zeros(512, 64), "y": torch.zeros(512, dtype=torch.long)} for _ in range(4)], loss_fn
-    )
 
 
 def casts_itself() -> dict[str, Any]:

@@ -18,7 +18,6 @@ BLOCKS: list[Block] = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout
 ASSUMED = (
     Assumption(what="bool(tensor) was taken as True", line="model.py:31 in forward"),
     Assumption(what="bool(tensor) was taken as True", line="model.py:40 in forward"),
-    Assumption(what="<script>window.hacked=1</script>", line="</script>.py:1 in f"),
 )
 
 

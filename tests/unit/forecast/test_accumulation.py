@@ -10,7 +10,7 @@ from tests.unit.forecast.made_steps import Layer, make_step
 
 from holdfast.forecast.allocator.replay import replay
 from holdfast.forecast.trace.accumulation import with_accumulation
-from holdfast.forecast.trace.events import OWNERS, PHASES, Trace, live_by_owner, live_bytes, live_peak, played
+from holdfast.forecast.trace.events import OWNERS, PHASES, Trace, live_bytes, live_peak, played
 from holdfast.forecast.trace.recomputation import with_recompute
 
 BLOCKS = [(Layer("linear", 4096), Layer("relu", 4096)), (Layer("linear", 2048), Layer("dropout", 2048))]
@@ -22,16 +22,21 @@ def gradient_bytes(trace: Trace) -> int:
     return int(trace.size_bytes[list(trace.resident)][trace.owner[list(trace.resident)] == GRADIENTS].sum())
 
 
+def live_of(trace: Trace, owner: str) -> np.ndarray:
+    """Return how many bytes of an owner live after each event."""
+    events, sizes = played(trace, 1)
+    storage = np.abs(events) - 1
+    return np.cumsum(np.where(trace.owner[storage] == OWNERS.index(owner), np.sign(events) * sizes[storage], 0))
+
+
 def test_the_gradients_of_the_first_micro_batch_live_while_the_second_runs():
     """Beside the gradients of the first, the second has as many activations as it, and the first's loss waits."""
     trace = make_step(BLOCKS, 4, optimizer_bytes=1000)
     both = with_accumulation(trace, 8)
-    alone, together = live_by_owner(trace), live_by_owner(both)
     assert live_peak(both) > live_peak(trace)
-    half = len(both.events) // 2
-    assert int(together[GRADIENTS, half:].max()) >= gradient_bytes(trace)
-    row = OWNERS.index("activations")
-    assert together[row].max() == alone[row].max() + LOSS_BYTES
+    half = len(played(both, 1)[0]) // 2
+    assert live_of(both, "gradients")[half:].max() >= gradient_bytes(trace)
+    assert live_of(both, "activations").max() == live_of(trace, "activations").max() + LOSS_BYTES
 
 
 def with_batch(trace: Trace, dies: int) -> Trace:
@@ -73,15 +78,13 @@ def test_steps_in_a_row_free_what_they_allocate(edit, variant):
     assert len(set(ends)) == 1
 
 
-BATCH = OWNERS.index("batch")
-
-
 def test_the_whole_batch_waits_on_the_device():
     """What of a batch made in the step is not in work is held too: 3 of 4 parts beside the one that is."""
     plain = make_step(BLOCKS, 4)
     trace = with_batch(plain, len(plain.events))
-    assert live_by_owner(with_accumulation(trace, 16))[BATCH].max() == live_by_owner(trace)[BATCH].max() + 3000
-    assert live_by_owner(with_accumulation(trace, 16))[BATCH, -1] == live_by_owner(trace)[BATCH, -1]
+    alone, together = live_of(trace, "batch"), live_of(with_accumulation(trace, 16), "batch")
+    assert together.max() == alone.max() + 3000
+    assert together[-1] == alone[-1]
 
 
 def test_a_batch_that_the_loss_function_moves_does_not_wait_on_the_device():
@@ -89,7 +92,7 @@ def test_a_batch_that_the_loss_function_moves_does_not_wait_on_the_device():
     plain = make_step(BLOCKS, 4)
     backward = int(np.flatnonzero(plain.event_phase == PHASES.index("backward"))[-1])
     trace = with_batch(plain, backward)
-    assert live_by_owner(with_accumulation(trace, 4000))[BATCH].max() == live_by_owner(trace)[BATCH].max()
+    assert live_of(with_accumulation(trace, 4000), "batch").max() == live_of(trace, "batch").max()
 
 
 @pytest.mark.parametrize("total", [10**12, 10**18])

@@ -12,12 +12,13 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.forecast.fake.device import forecast_device
-from holdfast.forecast.kernels import attention
 from holdfast.forecast.kernels.attention import (
     AttentionCall,
     Backend,
     choose_backend,
 )
+
+RUNS_IN_CHILD = True
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -50,7 +51,6 @@ ROWS: list[tuple[str, AttentionCall, Backend]] = [
     ("single precision has no flash kernel", call(FP32), Backend.EFFICIENT),
     ("double precision has only the math path", call(FP64), Backend.MATH),
     ("a mask excludes flash", call(mask=MASK), Backend.EFFICIENT),
-    ("dropout", call(dropout=0.1), Backend.FLASH),
     ("causal and square", call(causal=True), Backend.FLASH),
     ("causal and not square", call(causal=True, key_length=256), Backend.EFFICIENT),
     ("head size 256 trains on A100", call(head=256), Backend.FLASH),
@@ -89,13 +89,6 @@ def test_what_the_user_forbids_is_not_taken() -> None:
     assert choose_backend(call(), allowed) is Backend.EFFICIENT
     with pytest.raises(RuntimeError, match="No available kernel"):
         choose_backend(call(FP32), frozenset({Backend.FLASH}))
-
-
-def test_the_flags_of_torch_are_read() -> None:
-    """The context manager of torch.nn.attention decides what is allowed."""
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        assert attention._enabled() == {Backend.EFFICIENT, Backend.MATH}
-    assert Backend.FLASH in attention._enabled()
 
 
 SHAPE = (2, 4, 128, 64)

@@ -42,7 +42,7 @@ def test_the_command_fails_clearly_without_cuda() -> None:
 def test_the_command_writes_what_plans_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device, whose measurements are given here, it prints the figures and writes the file that it names."""
     device = replace(find_device("T4"), name="NVIDIA Test", context_bytes=400 * MIB, flops={"fp32": 8e12})
-    monkeypatch.setattr("holdfast.forecast.devices.calibration.calibrate", lambda index, on_progress: device)
+    monkeypatch.setattr("holdfast.forecast.devices.calibration.calibrate", lambda index: device)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     found = CliRunner().invoke(make_app("calibrate"), ["calibrate"])
     assert found.exit_code == 0, found.output

@@ -77,24 +77,6 @@ def half_in_backward() -> Built:
     return {"model": model, "optimizer": {"late": late, **early}, "loss_fn": loss_fn, "batch": batch}
 
 
-@job
-def hooks_on_what_is_no_leaf() -> Built:
-    """Hooks of modules and of activations keep what they are given until the optimizer's own hook drops it."""
-    model, kept = net(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
-    model[1].register_full_backward_hook(lambda _, __, gradients: kept.append(gradients[0].clone()))
-    optimizer.register_step_post_hook(lambda *_: kept.clear())
-
-    def step(batch: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        middle = model[:3](batch)
-        middle.register_hook(lambda gradient: kept.append(gradient.repeat(8, 1)))
-        model[3:](middle).square().mean().backward()
-        optimizer.step()
-
-    return with_step(model, optimizer, step)
-
-
 def real_peak(build: Callable[[], Built]) -> int:
     """Return the most bytes that the host's allocator held at once in three steps, made as Guard makes them."""
 
@@ -142,7 +124,7 @@ def test_hooks_of_backward_are_traced_as_they_run(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
-@pytest.mark.parametrize("name", ["adamw_in_backward", "hooks_on_what_is_no_leaf"])
+@pytest.mark.parametrize("name", ["adamw_in_backward"])
 def test_hooks_come_with_a_model_to_the_fake_accelerator(name: str) -> None:
     """A model that names no device is moved there after build(), and its peak is that of the host."""
     (trace,) = trace_job(TraceRequest(factory=f"{__file__}:{name}", sizes=(SAMPLES,))).traces
@@ -155,8 +137,8 @@ def test_hooks_come_with_a_model_to_the_fake_accelerator(name: str) -> None:
     ("name", "rule", "said"),
     [
         ("hooks_on_nodes", "H426", "AccumulateGrad node of a parameter that was moved"),
-        ("never_trained", "H412", r"one call of the step .* did not step optimizer 'rare'"),
-        ("of_another_model", "H412", "gives no gradient to what the optimizer steps"),
+        ("never_trained", "H412", r"one call of the step .* did not step \['rare'\]"),
+        ("of_another_model", "H412", r"gives no gradient to what \['optimizer'\] steps"),
     ],
 )
 def test_what_would_not_be_counted_is_refused(name: str, rule: str, said: str) -> None:

@@ -18,9 +18,7 @@ from holdfast.core.errors import BatchError, PolicyError
 from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.job import building
 from holdfast.forecast.job.jobs import Job, StepOptions
-from holdfast.forecast.job.tracing import TraceRequest, trace_job
 from holdfast.forecast.job.user_functions import find_loss
-from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.block_runs import find_blocks
 from holdfast.numerics.loss import Loss
 
@@ -138,13 +136,6 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(
             building.load_factory(name)
 
 
-def test_the_line_of_an_error_is_the_users_own() -> None:
-    """An error deep in torch names the innermost line outside torch and holdfast."""
-    with pytest.raises(RuntimeError) as caught:
-        nn.Linear(3, 2)(torch.zeros(4, 5))
-    assert line_of(caught.value).endswith("in test_the_line_of_an_error_is_the_users_own")
-
-
 def test_a_loss_is_found_in_whatever_guard_takes() -> None:
     """A tensor, a Loss, a pair, several Loss and a model's output all hold one loss."""
     loss = torch.tensor(2.0)
@@ -188,10 +179,6 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters())
 
 
-def said_of(job: Job) -> str:
-    return " | ".join(assumption.what for assumption in job.assumptions)
-
-
 def test_a_length_that_nobody_takes_is_refused() -> None:
     """Neither the step nor its factory has a parameter for it, and there is no batch to make longer."""
 
@@ -209,29 +196,3 @@ def test_a_length_that_nobody_takes_is_refused() -> None:
             job.settle(2, 50)
         assert caught.value.rule == "H413"
         job.settle(2, None)
-
-
-@pytest.mark.parametrize(("half", "said"), [(True, "parameters in bfloat16,"), (False, "an autocast of its own")])
-def test_half_precision_of_the_jobs_own_is_said(half: bool, said: str) -> None:
-    """What is forecast as fp32 is the code as it is: that may be a model in bf16, or an autocast of its own."""
-
-    def build() -> dict[str, Any]:
-        model, optimizer = trained()
-        model = model.to(torch.bfloat16) if half else model
-
-        def loss_fn(batch: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not half):
-                return model(batch.to(model.weight.dtype)).float().mean()
-
-        return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": torch.zeros(4, 2)}
-
-    with job_of(build) as job:
-        job.settle(2, None)
-    assert said in said_of(job)
-
-
-@pytest.mark.usefixtures("prepared_forecasts")
-def test_an_unknown_module_to_recompute_gives_the_nearest_name() -> None:
-    """A name that no module has is refused in the child, with a proposal."""
-    with pytest.raises(PolicyError, match=r"did you mean 'encoder\.layers\.1'"):
-        trace_job(TraceRequest(factory=f"{FACTORIES}:transformer", recompute=("encoder.layer.1",)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.forecast.made_steps import Block, Layer, make_step
 
@@ -15,19 +15,18 @@ from holdfast.forecast.devices.catalogue import Device, find_device
 from holdfast.forecast.job.tracing import TraceRequest
 from holdfast.forecast.plan import forecasting
 from holdfast.forecast.plan.fit import check_fit
-from holdfast.forecast.plan.forecasting import Order, Watcher, make_forecast, plan_device, verified
+from holdfast.forecast.plan.forecasting import Order, make_forecast, plan_device, verified
 from holdfast.forecast.plan.planning import (
     EXPANDABLE,
     Question,
     Row,
     Steps,
-    nearest_miss,
     plan_rows,
     recommended,
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, played
-from holdfast.forecast.trace.extrapolation import TracedSizes, fit
+from holdfast.forecast.trace.extrapolation import fit
 from holdfast.forecast.trace.recomputation import with_recompute
 
 MIB = 1 << 20
@@ -93,39 +92,6 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
             assert not holds(step, row, size + 1, question)
 
 
-def test_every_combination_has_a_row():
-    """Each implementation of the optimizer meets each mode of the allocator, and each choice of recomputation."""
-    seen: list[Row] = []
-    rows = plan_rows({"fp32": steps(), "bf16": steps()}, ask(200, 64), seen.append)
-    assert seen == rows
-    found = {(row.precision, row.optimizer, row.allocator, row.recompute) for row in rows}
-    assert len(found) == len(rows) == 2 * 2 * 2 * 3
-    assert {row.allocator for row in rows} == {"", EXPANDABLE}
-    sizes = {row.recompute: row.micro_batch_size for row in rows}
-    assert 0 < sizes["none"] < sizes["some"] <= sizes["all"]
-
-
-def test_a_margin_and_what_a_trace_leaves_open_are_kept_free():
-    """The default margin grows by what kernels may need beyond what was counted; a margin that is given does not."""
-    step = steps()
-    left_open = replace(step.whole.at(2), uncalibrated_bytes=7 * MIB)
-    default = Question(device=device(4000))
-    assert default.margin(left_open) == default.margin(step.whole.at(2)) + 7 * MIB
-    assert ask(4000).margin(left_open) == 0
-
-
-def test_nothing_fits_says_how_much_is_missing():
-    """With what is missing added to the device one sample fits; without recomputation more is missing."""
-    step = steps()
-    rows = plan_rows({"fp32": step}, ask(40, 8))
-    assert recommended(rows) is None
-    miss = nearest_miss(rows)
-    assert miss is not None
-    assert miss.missing_bytes == min(row.missing_bytes for row in rows) > 0
-    larger = ask(40 + -(-miss.missing_bytes // MIB), 8)
-    assert any(row.fits for row in plan_rows({"fp32": step}, larger))
-
-
 def row(**changes: object) -> Row:
     plain = {
         "device": "T4", "precision": "fp32", "optimizer": "foreach", "recompute": "none", "modules": (),
@@ -162,41 +128,6 @@ def test_a_device_without_bf16_is_not_planned_for_with_it():
     assert {row.precision for row in plan_device(order, turing, {"bf16": steps()}).rows} == {"bf16"}
 
 
-@settings(max_examples=15, deadline=None)
-@given(mib=st.integers(60, 250), sizes=st.sets(st.integers(1, 40), min_size=1, max_size=5))
-@example(mib=172, sizes={5})  # was planned with one sample, since recomputing all needs more than recomputing some
-def test_sizes_that_were_traced_are_the_only_ones_that_are_planned(mib: int, sizes: set[int]) -> None:
-    """Of a step that is another program at each size, a plan holds at a size that was traced, and not at the next."""
-    known = sorted(sizes)
-    step = Steps(whole=TracedSizes(traces=tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in known)))
-    question = ask(mib, 64)
-    for found in plan_rows({"fp32": step}, question):
-        fitting = [size for size in known if holds(step, found, size, question)]
-        assert found.micro_batch_size in (fitting or [0])
-        if found.recompute != "some":
-            assert next((size for size in known if size > found.micro_batch_size), None) not in fitting
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
-def test_a_list_of_samples_is_planned_as_it_was_traced() -> None:
-    """Each size of a list is traced itself, the largest that fits is recommended, and one more trace agrees."""
-    order = Order(
-        factory=f"{Path(__file__).with_name('forecast_factories.py')}:listed",
-        devices=(device(400),),
-        precisions=("fp32",),
-        global_batch_size=12,
-        margin_bytes=0,
-    )
-    found = make_forecast(order)
-    (plan,) = found.plans
-    assert [one.micro_batch_size for one in found.traced["fp32"].traces] == [1, 2, 4, 8, 12]
-    assert plan.best is not None
-    assert plan.verification is not None
-    assert (plan.best.micro_batch_size, plan.verification.error) == (12, 0.0)
-    assert any("planned for no others, since otherwise" in said.what for said in found.assumptions)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 def test_a_job_with_its_own_autocast_gets_one_set_of_plans() -> None:
@@ -228,7 +159,7 @@ def test_a_plan_that_does_not_hold_raises_the_margin(more: float, monkeypatch: p
 
     monkeypatch.setattr(forecasting, "trace_job", trace_job)
     said: list[Assumption] = []
-    plan = verified(order, plan_device(order, device(800), step), step, Watcher(), said)
+    plan = verified(order, plan_device(order, device(800), step), step, print, said)
     assert plan.best is not None
     assert plan.verification is not None
     assert plan.verification.fits

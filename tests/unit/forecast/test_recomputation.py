@@ -15,7 +15,6 @@ from torch import nn
 
 from holdfast.forecast.plan.recompute_choice import choose
 from holdfast.forecast.trace.events import (
-    OWNERS,
     BlockRun,
     Trace,
     live_bytes,
@@ -120,44 +119,6 @@ def test_a_block_around_others_is_recomputed_as_one() -> None:
     edited = with_recompute(trace, {"blocks"})
     check_whole(edited, trace)
     assert live_peak(edited) == live_peak(truth)
-
-
-def test_buffers_of_a_block_are_copied_for_the_second_time() -> None:
-    """A recomputed block's buffers are cloned at its forward pass, and again while it is recomputed."""
-    trace = make_step([TRANSFORMER] * 2, 8)
-    owner, module = trace.owner.copy(), trace.module.copy()
-    buffer = 0  # a parameter, taken for a buffer
-    owner[buffer], module[buffer] = OWNERS.index("buffers"), trace.modules.index("blocks.0")
-    marked = replace(trace, owner=owner, module=module)
-    edited = with_recompute(marked, names((0,)))
-    check_whole(edited, marked)
-    copies = edited.size_bytes[(edited.owner == OWNERS.index("buffers"))]
-    assert copies.tolist() == [trace.size_bytes[buffer]] * 3
-    assert len(with_recompute(marked, names((1,))).size_bytes) < len(edited.size_bytes)
-
-
-def with_cast(runs: tuple[int, ...] = (0, 1, 2)) -> tuple[Trace, int]:
-    """Return a step under autocast whose first pass makes a copy of a weight, and that copy."""
-    block: Block = (Layer("linear", 40), Layer("gelu", 500), Layer("linear", 40))
-    trace = make_step([block] * 3, 2, runs=runs)
-    cast = trace.block_runs[0].kept[0] - 1  # the output of the gelu, which the second linear saves
-    maker = int(np.searchsorted(trace.operation_event, np.flatnonzero(trace.events == cast + 1)[0], side="right")) - 1
-    operation_name, sizes = trace.operation_name.copy(), trace.size_bytes.copy()
-    operation_name[maker] = len(trace.names)
-    sizes[cast] = trace.size_bytes[0] // 2
-    names_ = (*trace.names, "aten._to_copy")
-    return replace(trace, names=names_, operation_name=operation_name, size_bytes=sizes, precision="bf16"), cast
-
-
-def test_cast_weights_live_as_long_as_autocast_caches_them() -> None:
-    """Under autocast the copies of trained weights stay to the end of the forward pass, dropped or not."""
-    trace, cast = with_cast()
-    edited = with_recompute(trace, names((0,)))
-    check_whole(edited, trace)
-    free = int(np.flatnonzero(edited.events == -cast - 1)[0])
-    assert edited.block_runs[2].forward[1] <= free < edited.block_runs[2].backward
-    at_once = with_recompute(replace(trace, precision="fp32"), names((0,)))
-    assert np.flatnonzero(at_once.events == -cast - 1)[0] <= at_once.block_runs[1].forward[0]
 
 
 # The choice.

@@ -100,6 +100,8 @@ class Graph:
     [
         ({"graph": Graph(), "y": torch.zeros(4)}, r"holds a Graph with tensors in it: batch\['graph'\]"),
         (pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]), "holds a PackedSequence with tensors in it: batch"),
+        ([{"x": torch.zeros(3)}, {"x": torch.zeros(3)}], "a list with a tensor or a dict for each sample: batch"),
+        ({"waves": [torch.zeros(9), torch.zeros(7)]}, r"a list with a tensor or a dict .*: batch\['waves'\]"),
         ({"x": torch.zeros(0, 3), "i": torch.zeros(0, dtype=torch.long)}, r"the sample batch is empty: batch\['x'\]"),
     ],
 )
@@ -108,24 +110,6 @@ def test_a_batch_that_would_keep_its_size_is_refused(batch: Any, said: str) -> N
     with pytest.raises(BatchError, match=said) as caught:
         sample(batch)
     assert caught.value.rule == "H413"
-
-
-def test_samples_of_a_list_are_all_like_the_largest() -> None:
-    """A detection batch, with a list of images and one of dicts, grows by copies of its largest samples."""
-    images = [torch.zeros(3, 32, 32), torch.zeros(3, 40, 32)]
-    targets = [{"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}]
-    made = sample((images, targets)).resized(3)
-    assert [tuple(image.shape) for image in made[0]] == [(3, 40, 32)] * 3
-    assert [tuple(target["boxes"].shape) for target in made[1]] == [(5, 4)] * 3
-
-
-def test_ragged_tensors_take_the_length_in_dimension_0() -> None:
-    """A list of waveforms of different lengths is a batch of that many samples, and can be made longer."""
-    found = sample({"waves": [torch.zeros(100), torch.zeros(70), torch.zeros(90)], "labels": torch.zeros(3)})
-    assert (found.size, found.length) == (3, 100)
-    made = found.resized(2, 160)
-    assert [tuple(wave.shape) for wave in made["waves"]] == [(160,), (160,)]
-    assert made["labels"].shape == (2,)
 
 
 def test_what_does_not_depend_on_the_batch_stays_and_is_written_down() -> None:

@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.forecast.trace.events import (
-    OWNERS,
     Assumption,
     BlockRun,
     Trace,
     Variant,
     events_played,
-    live_by_owner,
     live_bytes,
     live_peak,
     operations_played,
@@ -100,9 +98,6 @@ def test_what_is_played_grows_by_what_the_trace_says(trace: Trace) -> None:
     events, sizes = played(trace, 1)
     after = int(live_bytes(events, sizes)[-1]) if len(events) else 0
     assert after - before == trace.growth_bytes
-    live = live_by_owner(trace).sum(axis=0)
-    assert live.shape == (1 + len(trace.events),)
-    assert live.max() == live_peak(trace)
     for by in ("owner", "module", "line"):
         assert sum(owners_at_peak(trace, by).values()) == live_peak(trace)
 
@@ -152,7 +147,6 @@ def test_who_owns_the_peak_is_said_largest_first() -> None:
         ("activations", 300),
     ]
     assert dict(owners_at_peak(trace, "module", "fused")) == {"net": 2000, "": 300}
-    assert OWNERS[int(live_by_owner(trace)[:, -1].argmax())] == "parameters"
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -82,21 +82,7 @@ def recomputed() -> tuple[dict[str, Any], Step]:
     return plain(recompute=True)
 
 
-def autocast() -> tuple[dict[str, Any], Step]:
-    model = Net(depth=2)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = classify(model, torch.randn(64, 48), torch.randint(0, 10, (64,)))
-        loss.backward()
-        optimizer.step()
-
-    return {"models": {"model": model}, "optimizers": [optimizer]}, step
-
-
-JOBS = [plain, recomputed, autocast]
+JOBS = [plain, recomputed]
 
 
 def trace_of(

@@ -86,40 +86,6 @@ def test_every_kind_of_job_is_traced_on_both_routes(name: str, route: str, preci
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
-def test_lengths_come_from_the_sample_batch_or_from_the_factory() -> None:
-    """A step is traced with the length that was asked for; activations of an encoder grow with it."""
-    short, long = (traced("transformer", sizes=(2, 4), length=length).traces for length in (16, 64))
-    assert [(trace.micro_batch_size, trace.length) for trace in (*short, *long)] == [
-        (2, 16),
-        (4, 16),
-        (2, 64),
-        (4, 64),
-    ]
-    assert live_peak(short[0]) < live_peak(short[1]) < live_peak(long[1])
-    traces = traced("of_length", sizes=(2, 4), length=20).traces
-    batch = [int(trace.size_bytes[trace.owner == OWNERS.index("batch")].sum()) for trace in traces]
-    assert batch == [size * 3 * 20 * 8 * 4 for size in (2, 4)]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
-def test_accumulation_keeps_gradients_while_the_next_part_runs() -> None:
-    """Two micro-batches take two forward passes, and a peak that is not lower than that of one."""
-    one, two = (traced("transformer", gradient_accumulation_steps=steps).traces[1] for steps in (1, 2))
-    assert len(two.block_runs) == 2 * len(one.block_runs)
-    assert live_peak(two) > live_peak(one)
-    assert two.growth_bytes == 0
-    by_guard = traced("gan_by_guard", gradient_accumulation_steps=2)
-    assert by_guard.accumulates
-    assert len(by_guard.traces[0].block_runs) == 20, "of each forward pass of ten layers there are two"
-    own = traced("gan", gradient_accumulation_steps=2)
-    assert not own.accumulates
-    assert len(own.traces[0].block_runs) == 8
-    assert any("accumulates gradients by itself" in assumption.what for assumption in own.assumptions)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_build_that_needs_values_runs_with_real_weights() -> None:
     """The second child builds for real, and both the reason and the memory that it took are said."""
     result = traced("real_weights")
@@ -188,9 +154,3 @@ def is_running(pid: int) -> bool:
 
 def children_of(pid: int) -> list[int]:
     return [each.pid for each in read_table().values() if each.ppid == pid and each.state not in "ZX"]
-
-
-def test_importing_the_parents_side_does_not_import_torch() -> None:
-    """What asks for a trace stays light: torch is only in the child."""
-    code = "import sys, holdfast.forecast.job.tracing; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

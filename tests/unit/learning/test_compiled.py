@@ -78,10 +78,6 @@ def _part(model: Net, compiled: Compile) -> Program:
     return _program(model, model)
 
 
-def _function(model: Net, compiled: Compile) -> Program:
-    return _program(model, compiled(lambda x: model(x)))
-
-
 def _loss(model: Net, compiled: Compile) -> Program:
     inner = _program(model, model)
     return inner._replace(loss=compiled(lambda batch: inner.loss(batch)))
@@ -99,20 +95,13 @@ def _late(model: Net, compiled: Compile) -> Program:
     return _program(model, model)._replace(loss=loss)
 
 
-def _before(model: Net, compiled: Compile) -> Program:
-    program = _wrapped(model, compiled)
-    program.loss(batches(1)[0]).backward()
-    program.optimizer.zero_grad()
-    return program
-
-
 def _optimizer(model: Net, compiled: Compile) -> Program:
     program = _program(model, model)
     program.optimizer.step = compiled(program.optimizer.step)  # type: ignore[method-assign]
     return program
 
 
-PROGRAMS = (_wrapped, _in_place, _part, _function, _loss, _late, _before, _optimizer)
+PROGRAMS = (_wrapped, _in_place, _part, _loss, _late, _optimizer)
 
 
 def _program(given: nn.Module, called: Callable[[Tensor], Tensor]) -> Program:

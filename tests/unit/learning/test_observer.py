@@ -168,27 +168,3 @@ def test_a_scheduler_before_the_first_step_and_one_fed_with_batches_are_seen() -
         ("H854", "plateau"),
     }
     observer.close()
-
-
-def test_players_are_not_blamed_for_each_other() -> None:
-    """The gradients that a generator leaves in the discriminator are no leak where they are cleared before use."""
-    maker, critic = nn.Linear(2, 2), nn.Linear(2, 1)
-    optimizers = {
-        "maker": torch.optim.SGD(maker.parameters(), lr=0.01),
-        "critic": torch.optim.SGD(critic.parameters(), lr=0.01),
-    }
-    observer = Observer({"maker": maker, "critic": critic}, optimizers, objective="adversarial")
-    observer.install()
-    for _ in range(25):
-        for name in ("critic", "maker"):
-            with observer.begin_step():
-                optimizers[name].zero_grad()
-                made = critic(maker(torch.randn(8, 2)))
-                loss = F.binary_cross_entropy_with_logits(made, torch.full((8, 1), float(name == "maker")))
-                loss.backward()
-            optimizers[name].step()
-            assert observer.end_step(loss.item()) == []
-    facts = observer.facts().optimizers
-    assert facts["maker"].leaks == facts["critic"].leaks == 0
-    assert facts["critic"].clean_starts == 25
-    observer.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -62,22 +61,3 @@ def test_what_only_a_trial_can_tell_is_reported(tmp_path, fault, lr, cause):
     told = {event.data["rule"] for event in events if event.kind == "finding"}
     assert cause in search.data["found"]
     assert cause in told
-
-
-def test_a_run_that_learns_is_not_tried(tmp_path):
-    """No search without a rule that says that nothing is learnt."""
-    events, _, _ = _train(tmp_path, "", 0.1)
-    assert not [event for event in events if event.kind == "searched_cause"]
-
-
-def test_training_goes_on_as_without_the_search(tmp_path, monkeypatch):
-    """Bit for bit, though it is made in place, as on an accelerator."""
-    from holdfast.guard.step import engine
-    from holdfast.learning.probes import probe
-
-    monkeypatch.setattr(engine, "probe", functools.partial(probe, in_place=True))
-    with_search, weights, _ = _train(tmp_path / "with", "input lost", 0.1)
-    monkeypatch.setattr(engine, "probe", lambda *_, **__: [])
-    _, without, _ = _train(tmp_path / "without", "input lost", 0.1)
-    assert any(event.kind == "searched_cause" and event.data["found"] for event in with_search)
-    assert all(torch.equal(a, b) for a, b in zip(weights, without, strict=True))

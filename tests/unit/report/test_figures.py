@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 
 import pytest
-from tests.unit.report.made_runs import GONE, add_process, happened, make_run, sample, write_events
+from tests.unit.report.made_runs import GONE, add_process, happened, make_run, sample
 
 from holdfast.core.text import as_json_value
 from holdfast.report.figures import figures, label
@@ -41,16 +40,6 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
     (bars,) = [trace for trace in timeline.data if trace.name == "training"]
     assert bars.base[0] == "2026-09-21 14:13:25.000"
     assert bars.x[0] == pytest.approx(30_000)
-
-
-def test_panels_do_not_overlap(tmp_path):
-    """The domains of the value axes are apart, in order from top to bottom, within the figure."""
-    layout = figures(gather(make_run(tmp_path)))["steps"]["layout"]
-    domains = [layout[name]["domain"] for name in layout if name.startswith("yaxis")]
-    assert domains[0][1] == pytest.approx(1)
-    assert domains[-1][0] == pytest.approx(0, abs=1e-9)
-    assert all(above[0] > below[1] for above, below in itertools.pairwise(domains))
-    assert layout["xaxis"]["anchor"] == f"y{len(domains)}"
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -90,29 +79,6 @@ def test_values_over_decades_get_a_logarithmic_axis(tmp_path):
     layout = figures(gather(tmp_path))["steps"]["layout"]
     assert "type" not in layout["yaxis"]
     assert layout["yaxis2"]["type"] == "log"
-
-
-def test_device_memory_has_a_panel_where_there_is_a_device(tmp_path):
-    """Allocated and reserved share one panel and can be told apart."""
-    memory = {"device_allocated_bytes": 3 << 30, "device_reserved_bytes": 5 << 30}
-    add_process(tmp_path, [sample(step, **memory) for step in range(1, 9)])
-    traces = [
-        t for t in figures(gather(tmp_path))["steps"]["data"] if "allocated" in t["name"] or "reserved" in t["name"]
-    ]
-    assert len({trace["yaxis"] for trace in traces}) == 1
-    assert {trace["line"]["dash"] for trace in traces} == {"solid", "dot"}
-
-
-def test_a_hang_is_a_stretch_on_the_row_of_its_process(tmp_path):
-    """The time that a process stood still ends where the watchdog said so."""
-    add_process(tmp_path, [sample(step) for step in range(1, 9)], happened("exiting", 90))
-    write_events(
-        tmp_path / "supervisor", happened("hang", 80, pid=GONE, seconds=60.0, phase="data wait", hang_kind="lock")
-    )
-    (stretch,) = [t for t in figures(gather(tmp_path))["timeline"]["data"] if t["name"] == "stood still"]
-    assert stretch["y"] == [f"trainer {GONE}"]
-    assert stretch["x"] == [60_000.0]
-    assert stretch["base"] == ["2026-09-21 14:13:40.000"]
 
 
 def test_a_label_draws_no_html():

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests.unit.report.made_runs import (
     BEGAN,
     GONE,
-    VERDICT,
     add_process,
     happened,
     make_run,
@@ -26,9 +23,8 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli.main import make_app
 from holdfast.core.errors import RunDirectoryError
-from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Phase
-from holdfast.recorder.run_files import PROCESSES_FOLDER, SAMPLES_FILE, SUPERVISED_FILE, VERDICT_FILE
+from holdfast.recorder.run_files import PROCESSES_FOLDER, SUPERVISED_FILE, VERDICT_FILE
 from holdfast.report.gathering import gather
 from holdfast.report.sources import check_run, find_sources
 
@@ -117,30 +113,6 @@ def test_a_run_that_has_only_begun_has_an_empty_picture(tmp_path):
     assert (picture.lanes, picture.events, picture.checkpoints) == ((), (), ())
 
 
-@pytest.mark.parametrize(
-    ("damage", "noted"),
-    [
-        (lambda path, data: path.write_bytes(data[:5000]), False),  # cut
-        (lambda path, data: path.write_bytes(os.urandom(20_000)), True),
-        (lambda path, data: path.write_bytes(data[:8] + b"\xff" + data[9:]), True),  # of a newer holdfast
-        (lambda path, data: path.unlink() or path.mkdir(), True),
-        (lambda path, data: path.write_bytes(data[:12] + (2).to_bytes(4, "little") + data[16:]), False),
-        (lambda path, data: path.unlink(), False),
-        (lambda path, data: path.write_bytes(data[:4096] + b"\x7f" * (len(data) - 4096)), False),  # huge numbers
-        (lambda path, data: path.chmod(0), False),
-    ],
-)
-def test_a_damaged_ring_leaves_a_note_and_the_rest(tmp_path, damage, noted):
-    """Whatever happened to one file, the other processes are drawn, and nothing raises."""
-    run = make_run(tmp_path, ranks=2)
-    for path in (min((run / PROCESSES_FOLDER).iterdir()) / name for name in (SAMPLES_FILE, EVENTS_FILE)):
-        damage(path, path.read_bytes())
-    picture = gather(run)
-    assert "rank 1" in [lane.label for lane in picture.lanes]
-    assert any(seen.source == "rank 1" for seen in picture.events)
-    assert picture.problems or not noted
-
-
 def test_damaged_json_files_leave_the_rest(tmp_path):
     """Junk for supervised.json, process.json and verdict.json is passed over."""
     run = make_run(tmp_path, ranks=2)
@@ -174,21 +146,6 @@ def test_a_frequent_kind_of_event_does_not_hide_a_rare_one(tmp_path):
     assert kinds.count("skip_step") == 100
     assert picture.left_out_events == {"skip_step": 900}
     assert picture.events[-1].event.global_step == 999
-
-
-def test_full_rings_of_many_processes_are_thinned(tmp_path):
-    """Thirty full rings, a million steps, become curves of bounded length, and none is left out."""
-    ring = add_process(tmp_path, [sample(step) for step in range(1, 32_769)], rank=0) / SAMPLES_FILE
-    for rank in range(1, 31):
-        folder = add_process(tmp_path, [], pid=GONE + rank, rank=rank)
-        os.link(ring, folder / SAMPLES_FILE)
-    (tmp_path / VERDICT_FILE).write_text(json.dumps(VERDICT))
-    picture = gather(tmp_path)
-    assert len(picture.lanes) == 31
-    assert sum(lane.steps for lane in picture.lanes) > 1_000_000
-    points = sum(len(series.values) for lane in picture.lanes for series in lane.columns.values())
-    assert points < 500_000
-    assert np.nanmin(picture.lanes[7].columns["loss"].values) == pytest.approx(2.5 / math.sqrt(32_768))
 
 
 def test_damaged_checkpoints_are_listed_as_what_they_are(tmp_path):

@@ -41,11 +41,10 @@ from holdfast.recorder.run_files import (
     BOARD_FILE,
     PROCESSES_FOLDER,
     SAMPLES_FILE,
-    SUPERVISED_FILE,
     SUPERVISOR_FOLDER,
     VERDICT_FILE,
 )
-from holdfast.report.live import draw, follow, sparkline
+from holdfast.report.live import draw, follow
 from holdfast.report.watching import Watched
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
@@ -60,9 +59,9 @@ def drawn(watched: Watched, width: int, *, terminal: bool = False) -> str:
     return screen.getvalue()
 
 
-def _running(tmp_path: Path, **supervised: object) -> tuple[Path, Clock]:
+def _running(tmp_path: Path) -> tuple[Path, Clock]:
     """Make a run of two ranks of this very process, which is alive, a rank that is gone and a worker that ended."""
-    run = make_run(tmp_path / "train-20260921-141320", ranks=0, verdict=False, **supervised)
+    run = make_run(tmp_path / "train-20260921-141320", ranks=0, verdict=False)
     (run / "supervisor" / "events.ring").unlink()
     write_events(run / "supervisor", happened("attempt_started", 0.5, attempt=0, argv=["python"]))
     memory = {"device_allocated_bytes": 3 << 30}
@@ -88,7 +87,7 @@ def _running(tmp_path: Path, **supervised: object) -> tuple[Path, Clock]:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_view_looks_like_its_snapshot(tmp_path, width):
     """Everything that is promised can be read at both widths, to the last character."""
-    run, clock = _running(tmp_path, limits={"data wait": 120.0, "first step": 600.0})
+    run, clock = _running(tmp_path)
     picture = drawn(Watched(run, clock), width)
     assert max(map(len, picture.splitlines())) == width
     picture = "\n".join(line.rstrip() for line in picture.splitlines()) + "\n"
@@ -101,7 +100,7 @@ def test_the_view_looks_like_its_snapshot(tmp_path, width):
 
 
 def test_the_numbers_of_the_view_are_those_of_the_run(tmp_path):
-    """Rate, share of waiting, growth of memory and the time in a phase follow from the samples and the board."""
+    """Rate, share of waiting, memory and the time in a phase follow from the samples and the board."""
     run, clock = _running(tmp_path)
     run_now = Watched(run, clock).look()
     trainer = run_now.processes[0]
@@ -110,7 +109,7 @@ def test_the_numbers_of_the_view_are_those_of_the_run(tmp_path):
     assert trainer.steps_per_second == pytest.approx(50 / (5.0 + 5.0))  # silent for 5 seconds
     assert trainer.wait_share == pytest.approx(0.2)
     assert trainer.grad_norm == 0.62
-    assert trainer.host_change_bytes == (900 << 20) - ((400 << 20) + 4096 * 601)
+    assert trainer.host_bytes == 900 << 20
     assert run_now.processes[1].loss != run_now.processes[1].loss
     assert [process.alive for process in run_now.processes[2:]] == [False]  # the worker has ended and is forgotten
     assert run_now.state == "running"
@@ -127,23 +126,6 @@ def test_hostile_text_neither_colours_nor_moves_anything(tmp_path):
     coloured = drawn(Watched(run, SystemClock()), 200, terminal=True)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u2028\u202e]", re.sub(own, "", coloured))
     assert "]8;;" not in coloured
-
-
-def test_a_half_written_run_can_be_watched(tmp_path):
-    """Nothing but a directory, junk files and torn boards make a picture, not an exception."""
-    (tmp_path / SUPERVISED_FILE).write_text('{"argv": 7, "started": "x", "limits": [], "hostname": null')
-    watched = Watched(tmp_path, Clock())
-    assert "no Python process was seen yet" in drawn(watched, 80)
-    folder = tmp_path / PROCESSES_FOLDER / "1-1"
-    folder.mkdir(parents=True)
-    (folder / "process.json").write_text("{")
-    (folder / BOARD_FILE).write_bytes(b"junk")
-    assert watched.look().processes == ()
-    add_process(tmp_path, [sample(1)], phase=Phase.STARTING)
-    (tmp_path / PROCESSES_FOLDER / f"{GONE}-7" / BOARD_FILE).write_bytes(b"HOLDPROG" + b"\xff" * 5000)
-    run_now = watched.look()
-    assert run_now.processes[0].step == 1
-    assert run_now.problems
 
 
 def test_the_run_of_a_plain_guard_can_be_watched(tmp_path):
@@ -261,24 +243,6 @@ def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):
     assert "How sure: almost certain (93%)" in screen.getvalue()
     assert (run / VERDICT_FILE).exists()
     assert time.monotonic() > 0
-
-
-@pytest.mark.parametrize(
-    ("values", "width", "curve"),
-    [
-        ([], 5, ""),
-        ([1.0], 5, "▁"),
-        ([3, 2, 1, 0], 4, "█▆▃▁"),
-        ([1, 1, 1], 3, "▁▁▁"),
-        ([0, 7, math.nan, math.inf], 4, "▁█xx"),
-        ([math.nan] * 3, 3, "xxx"),
-        (list(range(100)), 8, "▁▂▃▄▅▆▇█"),
-        ([1e308, -1e308], 2, "▁▁"),
-    ],
-)
-def test_a_sparkline_shows_means_of_stretches(values, width, curve):
-    """It has at most as many characters as there is room for, and an x where nothing is finite."""
-    assert sparkline(values, width) == curve
 
 
 def test_a_run_whose_supervisor_died_lasted_until_its_newest_record(tmp_path):

@@ -8,13 +8,10 @@ import math
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 from tests.unit.report.made_runs import BEGAN, GONE, add_process, happened, make_run, sample, write_events
-from tests.unit.report.test_page import HOSTILE
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.lock import FileLock
@@ -124,15 +121,6 @@ def test_metrics_are_copied_by_the_supervisor_itself_without_losing_its_lock(tmp
     assert other.stdout == "True\n"
 
 
-def test_the_guard_that_a_process_names_is_copied_at_once(tmp_path):
-    """A run that has ended is looked at once, and the events of a guard elsewhere are part of it."""
-    run = tmp_path / "run"
-    add_process(run, [sample(1)], happened("guard", 2, path=str(tmp_path / "g")))
-    write_events(tmp_path / "g" / "recorder" / "rank0", happened("checkpoint_saved", 3, 1))
-    found = kept(run)
-    assert [each.event.kind for each in found.events] == ["guard", "checkpoint_saved"]
-
-
 def _tensorboard(folder: Path) -> list:
     """Return the events in the files of a folder: records of length, digest, protobuf, digest."""
     from tensorboardX.proto.event_pb2 import Event as Written
@@ -169,55 +157,6 @@ def test_tensorboard_files_hold_every_value_with_its_step_and_time(tmp_path, cap
     assert len(texts) == 1
     assert b"    loss: inf" in texts[0]
     assert not caplog.records
-
-
-def test_a_prometheus_text_file_holds_the_newest_values(tmp_path):
-    """The client's own parser reads the file; labels may hold any text, and NaN is NaN."""
-    parser = pytest.importorskip("prometheus_client.parser")
-    run = tmp_path / 'run "x" \\ \n'
-    add_process(run, [sample(1), sample(2, loss=math.nan)], *(happened(text, 1) for text in HOSTILE), rank=0)
-    copied(run, f"prometheus={tmp_path / 'holdfast.prom'}")
-    families = {f.name: f for f in parser.text_string_to_metric_families((tmp_path / "holdfast.prom").read_text())}
-    (loss,) = families["holdfast_loss"].samples
-    assert math.isnan(loss.value)
-    assert loss.labels["process"] == "rank 0"
-    assert families["holdfast_step"].samples[0].value == 2
-    assert families["holdfast_wait_ratio"].samples[0].value == pytest.approx(0.2)
-    counts = [each for each in families["holdfast_events"].samples if each.name == "holdfast_events_total"]
-    assert sum(each.value for each in counts) == len(HOSTILE)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("holdfast")) == ["holdfast.prom"]
-
-
-def test_a_prometheus_endpoint_serves_while_the_run_goes_on_and_is_gone_afterwards(tmp_path):
-    """A real scrape over HTTP shows a step that was made after the start; closing frees the port."""
-    pytest.importorskip("prometheus_client")
-    run = tmp_path / "run"
-    folder = add_process(run, [sample(1)])
-    (sink,) = open_sinks(["prometheus=:0"], run)
-    stop = threading.Event()
-    thread = threading.Thread(target=follow, args=(run, [sink], stop), kwargs={"poll_seconds": 0.02})
-    thread.start()
-    ring = SampleRing(folder / SAMPLES_FILE)
-    ring.append(sample(2))
-    address = f"http://127.0.0.1:{sink.port}/metrics"
-    try:
-        for _ in range(500):
-            if 'holdfast_step{process="trainer",run="run"} 2.0' in _get(address):
-                break
-        else:
-            pytest.fail("the new step was never served")
-    finally:
-        stop.set()
-        thread.join()
-        ring.close()
-    with pytest.raises(urllib.error.URLError):
-        _get(address)
-
-
-def _get(address: str) -> str:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(address, timeout=10) as answer:
-        return answer.read().decode()
 
 
 def test_a_failing_sink_is_closed_and_the_others_go_on(tmp_path, caplog):
@@ -268,12 +207,12 @@ def test_a_guard_inside_an_observed_process_is_not_counted_twice(tmp_path):
 
 def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path):
     """A mistake is an H743 before anything is followed; a check finds it without opening a file or a server."""
-    for wanted in ("nonsense", "jsonl=", "prometheus=:http", "prometheus=:99999", "x=y"):
+    for wanted in ("nonsense", "jsonl=", "x=y"):
         for refusing in (check_targets, lambda targets: open_sinks(targets, tmp_path)):
             with pytest.raises(PolicyError) as caught:
                 refusing([f"jsonl={tmp_path / 'x'}", wanted])
             assert caught.value.rule == "H743"
-    check_targets([f"jsonl={tmp_path / 'x'}", "prometheus=:9100"])
+    check_targets([f"jsonl={tmp_path / 'x'}"])
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(PolicyError, match="H743"):
         open_sinks(["jsonl=/none/x/y"], tmp_path)
@@ -281,7 +220,7 @@ def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path):
 
 def test_a_missing_client_names_its_extra(tmp_path, monkeypatch):
     """Each optional client that is not there is an H742 that says what to install."""
-    clients = {"tensorboard": "tensorboardX", "prometheus": "prometheus_client", "wandb": "wandb", "mlflow": "mlflow"}
+    clients = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
     for kind, module in clients.items():
         monkeypatch.setitem(sys.modules, module, None)
         for refused in (check_targets, lambda wanted: open_sinks(wanted, tmp_path)):

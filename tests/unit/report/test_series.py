@@ -14,7 +14,7 @@ from tests.unit.report.made_runs import sample
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.progress import SampleRing, read_samples
 from holdfast.recorder.ring import HEADER_BYTES, RingWriter
-from holdfast.report.series import read_sample_array, series, thin, wait_share
+from holdfast.report.series import read_sample_array, series, thin
 
 
 @settings(max_examples=80, deadline=None)
@@ -74,21 +74,3 @@ def test_what_is_no_ring_of_samples_has_none(tmp_path):
     (tmp_path / "r").write_bytes(b"HOLDRING" + b"\xff" * 5000)
     with pytest.raises(RunDirectoryError):
         read_sample_array(tmp_path / "r")
-
-
-def test_the_line_breaks_where_steps_go_back():
-    """After a rollback the curve begins anew instead of running backwards."""
-    steps = [1, 2, 3, 2, 3, 4]
-    drawn = series(np.array(steps, dtype=float), np.ones(6))
-    assert np.isnan(drawn.steps).sum() == 1
-    assert math.isnan(drawn.values[3])
-
-
-def test_the_share_of_waiting_is_of_the_time_and_not_of_the_steps():
-    """One long wait in a bucket counts with its seconds."""
-    for count in (1, 5, 5000):
-        steps, seconds = np.arange(1.0, count + 1), np.full(count, 0.1)
-        share = wait_share(steps, seconds, np.full(count, 0.02))
-        assert np.allclose(share.values, 0.2)
-        assert len(share.values) <= 400
-        assert wait_share(steps, np.zeros(count), np.zeros(count)) is None

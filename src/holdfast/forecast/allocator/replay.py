@@ -33,11 +33,6 @@ class Replay:
     retries: int
     failed_at: int | None
 
-    @property
-    def failed(self) -> bool:
-        """Whether memory ran out."""
-        return self.failed_at is not None
-
 
 def round_sizes(sizes: Sizes) -> Sizes:
     """Return what the allocator makes of requested sizes (round_size); 0 stays 0, since torch does not ask for it.
@@ -107,7 +102,7 @@ def smallest_cap_bytes(
     short = live_peak_bytes(events, sizes) - 1
     while enough - short > step_bytes:
         middle = (enough + short) // 2
-        if replay(events, sizes, expandable_segments=expandable_segments, cap_bytes=middle).failed:
+        if replay(events, sizes, expandable_segments=expandable_segments, cap_bytes=middle).failed_at is not None:
             short = middle
         else:
             enough = middle

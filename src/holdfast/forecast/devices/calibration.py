@@ -6,7 +6,6 @@ Run it in a fresh process on an idle device: what another process takes would co
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +20,14 @@ _TIMED_SECONDS = (
 )
 
 
-def calibrate(index: int = 0, *, on_progress: Callable[[str], None] = lambda _: None) -> Device:
+def calibrate(index: int = 0) -> Device:
     """Measure a CUDA device (H417 if there is none of that index, or something else uses it)."""
     _check_device(index)
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         _check_idle(device)
-        on_progress("cuBLAS workspaces")
         cublas, cublaslt = workspaces_of(*measure_workspaces(device))
-        on_progress("memory bandwidth")
         bandwidth = measure_bandwidth(device)
-        on_progress("matrix products")
         flops = measure_flops(device)
         context = _beside_allocator(device)
     properties = torch.cuda.get_device_properties(device)
@@ -46,7 +42,6 @@ def calibrate(index: int = 0, *, on_progress: Callable[[str], None] = lambda _: 
         flops=flops,
         capability=(properties.major, properties.minor),
         measured=True,
-        software=_software(),
         sources=dict.fromkeys(
             ("usable", "context", "cublas", "cublaslt", "rates"), "measured by `holdfast calibrate`"
         ),
@@ -68,10 +63,10 @@ def measure_workspaces(device: torch.device) -> tuple[int, int, int]:
     """Return the bytes that a first product leaves, what one with a bias adds, and what is left after backward."""
     before = torch.cuda.memory_allocated(device)
     square = torch.randn(256, 256, device=device)
-    _run_and_drop(lambda: square @ square)
+    torch.mm(square, square)
     forward = torch.cuda.memory_allocated(device) - before - _held(square)
     layer = nn.Linear(256, 256, device=device)
-    _run_and_drop(lambda: layer(square))
+    layer(square)
     held = _held(square, *layer.parameters())
     fused = torch.cuda.memory_allocated(device) - before - held - forward
     layer(square).sum().backward()
@@ -159,21 +154,5 @@ def _beside_allocator(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def _run_and_drop(operation: Callable[[], Tensor]) -> None:
-    operation()
-
-
 def _held(*tensors: Tensor) -> int:
     return sum(-(-tensor.untyped_storage().nbytes() // 512) * 512 for tensor in tensors)
-
-
-def _software() -> dict[str, str]:
-    driver = Path("/proc/driver/nvidia/version")
-    found = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
-        "driver": driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else None,
-    }
-    return {name: version for name, version in found.items() if version is not None}

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -45,7 +44,6 @@ class Device:
         flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see `flops_per_second`.
         capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
         measured: Whether the figures come from ``holdfast calibrate`` and not from the catalogue.
-        software: Versions of torch, CUDA, cuDNN and the driver that were measured.
     """
 
     name: str
@@ -58,7 +56,6 @@ class Device:
     flops: Mapping[str, float]
     capability: tuple[int, int] | None = None
     measured: bool = False
-    software: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -160,18 +157,14 @@ def _named(name: str) -> Device:
     found = [device for device in _calibrated() if _plain(device.name) in names]
     found += [device for device, _ in known]
     if not found:
-        raise _unknown(name, wanted)
+        raise _unknown(name)
     return found[0]
 
 
-def _unknown(name: str, wanted: str) -> PolicyError:
-    names = {_plain(device.name): device.name for device in known_devices()}
-    near = [key for key in names if wanted and wanted in key]
-    near += [key for key in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5) if key not in near]
-    words = ", ".join(names[key] for key in near[:4]) or ", ".join(names.values())
+def _unknown(name: str) -> PolicyError:
     return PolicyError(
         f"device {name!r}",
-        limit=f"nothing is known by that name; nearest: {words}" if near else f"known are: {words}",
+        limit=f"known are: {', '.join(device.name for device in known_devices())}",
         fix="use such a name, a size such as 24GiB, or a file that `holdfast calibrate` wrote there.",
         rule="H416",
     )

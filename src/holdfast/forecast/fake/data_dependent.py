@@ -13,12 +13,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.fake.facts import on_host, tensors_of
 from holdfast.forecast.trace.attribution import running_line
 
 aten = torch.ops.aten
-_BUILT_IN = ("aten", "prims", "prim")
-_MOST_ELEMENTS_RUN = 2**24  # a built-in operator without shapes is run on zeros of this size at most: 64 MiB of fp32
 
 
 def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -90,70 +87,28 @@ def _selected(mode: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.new_empty(int(value.sum()) * math.prod(shape) // max(1, value.numel()))
 
 
-def _all_distinct(mode: Any, x: torch.Tensor, *args: bool, **kwargs: bool) -> tuple[torch.Tensor, ...]:
-    mode.guesses.rows("aten._unique2")
-    _, inverse, counts = (*args, *(False, False, False)[len(args) :])
-    with_inverse, with_counts = kwargs.get("return_inverse", inverse), kwargs.get("return_counts", counts)
-    indices = x.new_empty(tuple(x.shape) if with_inverse else 0, dtype=torch.int64)
-    return x.new_empty(x.numel()), indices, x.new_empty(x.numel() if with_counts else 0, dtype=torch.int64)
-
-
-def _repeated(mode: Any, repeats: torch.Tensor) -> torch.Tensor:
-    return repeats.new_empty(repeats.numel() * mode.guesses.count(at_most=mode.facts.of(repeats).at_most))
-
-
 _WORST: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _all_rows,
     aten.masked_select.default: _selected,
-    aten._unique2.default: _all_distinct,
-    aten.repeat_interleave.Tensor: _repeated,
 }
 
 
-def without_rule(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator that has no fake kernel, where its shapes can be found all the same (H422).
-
-    One that only writes to its arguments returns them. A built-in one is run on zeros on the host.
-    """
-    written = _written(func, args, kwargs)
-    if written is not None:
-        return written if len(written) > 1 else written[0] if written else None
-    total = sum(tensor.numel() for tensor in tensors_of(args, kwargs))
-    if func.namespace not in _BUILT_IN or total > _MOST_ELEMENTS_RUN:
-        raise missing_rule(func)
-    real_args, real_kwargs = on_host(args, kwargs, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype))
-    try:
-        with torch.no_grad():
-            results = func(*real_args, **real_kwargs)
-    except (RuntimeError, NotImplementedError, IndexError) as error:
-        raise missing_rule(func) from error
-    mode.guesses.assume(f"the shapes of {func.name()} were taken from a run of it on zeros")
-    like = next(tensors_of(args, kwargs), None)
-    device = mode.fake_device if like is None else like.device
-    with mode:
-        return pytree.tree_map_only(
-            torch.Tensor,
-            lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device),
-            results,
-        )
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return what an operator gives back if that is nothing but arguments that it wrote to, else None."""
+def without_rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of an operator that has no fake kernel and only writes to its arguments (H422 for others)."""
     schema = func._schema
-    if not schema.is_mutable:
-        return None
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
-    results = []
-    for returned in schema.returns:
-        if returned.alias_info is None or not returned.alias_info.is_write:
-            return None
-        results += [
-            given[argument.name]
-            for argument in schema.arguments
-            if argument.alias_info is not None and argument.alias_info.before_set & returned.alias_info.before_set
-        ]
-    return tuple(results) if len(results) == len(schema.returns) else None
+    written = [
+        given[argument.name]
+        for returned in schema.returns
+        for argument in schema.arguments
+        if returned.alias_info is not None
+        and argument.alias_info is not None
+        and returned.alias_info.is_write
+        and argument.alias_info.before_set & returned.alias_info.before_set
+    ]
+    if not schema.is_mutable or len(written) != len(schema.returns):
+        raise missing_rule(func)
+    return tuple(written) if len(written) > 1 else written[0] if written else None
 
 
 def undecidable(func: Any) -> PolicyError:

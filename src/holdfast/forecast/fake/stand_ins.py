@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from holdfast.core.errors import PolicyError
@@ -87,7 +87,6 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterato
             _tensors(patches, fake)
             _devices_as_seen(patches, fake)
             install_cuda_module(patches, guesses)
-            _when_imported(patches, "bitsandbytes", lambda _: None, cuda_hidden)
             _autocast(patches, fake.type)
         yield
 
@@ -148,21 +147,6 @@ def _tensors(patches: Patches, fake: torch.device) -> None:
     patches.replace(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)
     patches.replace(torch.Tensor, "is_pinned", lambda *_, **__: False)
     patches.replace(torch.Tensor, "record_stream", lambda *_: None)
-    patches.replace(torch, "Generator", _generator_class(fake))
-
-
-def _generator_class(fake: torch.device) -> Any:
-    original = torch.Generator
-
-    class _Kind(type(original)):  # type: ignore[misc]
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, original)
-
-        def __call__(cls, device: Any = "cpu") -> torch.Generator:
-            there = redirected(device, fake) != device or torch.device(device) == fake
-            return original("cpu" if there else device)
-
-    return _Kind("Generator", (), {})
 
 
 def _devices_as_seen(patches: Patches, fake: torch.device) -> None:
@@ -240,12 +224,6 @@ def _nothing_is_saved(patches: Patches, guesses: Guesses) -> None:
         patches.wrap(module, "save", around("torch.save"))
     patches.wrap(torch.jit, "save", around("torch.jit.save"))
 
-    def change(module: Any) -> None:
-        for name in ("save_file", "save_model"):
-            patches.wrap(module, name, around(f"safetensors.torch.{name}"))
-
-    _when_imported(patches, "safetensors.torch", change)
-
 
 def _one_device_only(patches: Patches) -> None:
     """Refuse to wrap a model for several processes or devices: one process on one device is what is traced."""
@@ -278,35 +256,21 @@ def for_several_devices(what: str) -> PolicyError:
     )
 
 
-@contextlib.contextmanager
-def cuda_hidden() -> Iterator[None]:
-    """Import a package as on a machine without CUDA, with real tensors.
-
-    bitsandbytes, which peft imports wherever it is, looks for a GPU's libraries and fails without them.
-    """
-    with Patches() as patches, unset_fake_temporarily():
-        patches.replace(torch.cuda, "is_available", lambda: False)
-        patches.replace(torch.cuda, "device_count", lambda: 0)
-        yield
-
-
-def _when_imported(
-    patches: Patches, name: str, change: Callable[[Any], None], around: Callable[[], Any] = contextlib.nullcontext
-) -> None:
-    """Change a module now, or when it is imported, in a context."""
+def _when_imported(patches: Patches, name: str, change: Callable[[Any], None]) -> None:
+    """Change a module now, or when it is imported."""
     if name in sys.modules:
         change(sys.modules[name])
         return
-    finder = _WhenImported(name, change, around)
+    finder = _WhenImported(name, change)
     sys.meta_path.insert(0, finder)
     patches.callback(sys.meta_path.remove, finder)
 
 
 class _WhenImported:
-    """An import hook that changes one module when it has been loaded, in a context."""
+    """An import hook that changes one module when it has been loaded."""
 
-    def __init__(self, module: str, change: Callable[[Any], None], around: Callable[[], Any]) -> None:
-        self._module, self._change, self._around = module, change, around
+    def __init__(self, module: str, change: Callable[[Any], None]) -> None:
+        self._module, self._change = module, change
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self._module:
@@ -317,8 +281,7 @@ class _WhenImported:
                 execute = spec.loader.exec_module
 
                 def executed(module: Any, execute: Any = execute) -> None:
-                    with self._around():
-                        execute(module)
+                    execute(module)
                     self._change(module)
 
                 spec.loader.exec_module = executed  # type: ignore[method-assign]

@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from holdfast.core.control_groups import fields_of
-from holdfast.core.errors import HoldfastError, OutOfMemoryError
+from holdfast.core.errors import HoldfastError
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built
@@ -31,11 +30,8 @@ from holdfast.forecast.job.jobs import Job, StepOptions
 from holdfast.forecast.kernels import scratch, scratch_cpu
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.tracer import Tracer
-from holdfast.memory.host_memory import available_bytes
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# That real weights may take of what is available, so that it is this process that gets an error.
-_SHARE_OF_MEMORY = 0.9
 _SHARE_OF_GROWTH = 0.01  # of the peak, that a step may leave behind without a word: small histories do
 Say = Callable[[dict[str, Any]], None]
 
@@ -123,14 +119,8 @@ class _Tracing:
         self._begin("importing the factory")
         if request["weights"] == "fake":
             return Job(self._call_factory(), device, options)
-        _limit_memory()
-        try:
-            with device.suspended():
-                built = self._call_factory()
-        except HoldfastError as error:
-            if isinstance(error.__cause__, MemoryError) or "can't allocate memory" in error.what:
-                raise _too_large(error) from error
-            raise
+        with device.suspended():
+            built = self._call_factory()
         job = Job(built, device, options)
         what = f"build ran with real weights and took up to {_host_bytes() / 2**30:.2f} GiB of host memory"
         job.assumptions.append(Assumption(what=what))
@@ -190,26 +180,7 @@ def _facts(job: Job) -> dict[str, Any]:
 
 
 def _host_bytes() -> int:
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
-
-
-def _limit_memory() -> None:
-    """Let an allocation that this machine cannot bear fail here, before the kernel has to kill something."""
-    available = available_bytes()
-    used = fields_of(Path("/proc/self/status")).get("VmData")
-    if available is not None and used is not None:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + int(available * _SHARE_OF_MEMORY), hard))
-
-
-def _too_large(error: HoldfastError) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        error.what,
-        limit="build() could be run with real weights only, and they do not fit this machine",
-        fix="let build() make its model from a config instead of loading its weights: then none takes memory.",
-        rule="H415",
-    )
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class Job:
                 if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
                     raise
         if missed := self.optimizers.keys() - self._stepped:
-            raise _untrained(f"one call of the step{self._place_of_function} did not step {_named(missed)}")
+            raise _untrained(f"one call of the step{self._place_of_function} did not step {sorted(missed)}")
         self.casts = bool(own)
         self.assumptions.extend(Assumption(what=what) for what in self._found_out())
         if self.sample is not None:
@@ -203,7 +203,7 @@ class Job:
                     share = loss if len(parts) == 1 else loss * (1 / len(parts))
                     self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
         if loss is not None and not seen.optimizers and all(p.grad is None and not is_hooked(p) for p in parameters):
-            raise _untrained(f"the loss{self._place_of_function} gives no gradient to what {_named(names)} steps")
+            raise _untrained(f"the loss{self._place_of_function} gives no gradient to what {sorted(names)} steps")
         self._acts = self._begun = loss is None
         self._has_own_step |= seen.acted and bool(seen.optimizers)
         self._stepped |= self._names_of(seen.optimizers)
@@ -307,9 +307,3 @@ def _untrained(what: str) -> PolicyError:
         " step accumulate its gradients and take every turn, or return a loss_fn, which is cut into micro-batches.",
         rule="H412",
     )
-
-
-def _named(names: Iterable[str]) -> str:
-    """Return the names of optimizers as a sentence has them; ``"the optimizer"`` if it is the only one."""
-    words = [f"optimizer {name!r}" if name != "optimizer" else "the optimizer" for name in sorted(names)]
-    return " and ".join(words if len(words) < 4 else [*words[:2], f"{len(words) - 2} more"])

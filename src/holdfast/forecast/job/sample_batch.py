@@ -4,17 +4,18 @@ Every sample of the new batch is like the longest of the sample batch, so that a
 memory grows evenly with size and length. Which dimension is the batch's, and which the length's, is found by looking,
 and written down:
 
-    batch      dimension ``split`` (0) of every tensor and array where it is the batch size; lists that have one entry
-               for each sample: ragged tensors, dicts, names
+    batch      dimension ``split`` (0) of every tensor and array where it is the batch size; lists that have one plain
+               value for each sample, such as names
     length     the largest dimension 1 of the token ids and masks, or of all tensors where there are none, and every
-               dimension of that size in them; of the entries of a list, dimension 0
+               dimension of that size in them
+
+A list with a tensor or a dict for each sample is refused: each size of it would be another program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -88,12 +89,17 @@ class SampleBatch:
                 "return a batch of at least one sample.",
             )
         nodes = list(_walk(self._batch, leaves=False))
-        lists = [(path, node) for path, node in nodes if path != "batch" or not isinstance(node, tuple)]
-        samples = {path: len(node) for path, node in lists if _has_samples(node)}
         self.size = size or 0
-        if self.size not in samples.values() and not any(self._is_batched(leaf) for _, leaf in self._leaves):
-            self.size = self._find_size({*samples.values()})
-        self._lists = [path for path, node in nodes if self._has_entries(node, known=path in samples)]
+        for path, node in nodes:
+            if _has_samples(node) and (path != "batch" or not isinstance(node, tuple)):
+                raise _unusable(
+                    f"the sample batch holds a list with a tensor or a dict for each sample: {path}",
+                    "each size of it is another program, which cannot be extrapolated",
+                    f"let the loader collate it into one tensor, or {_OWN_BATCH}",
+                )
+        if not any(self._is_batched(leaf) for _, leaf in self._leaves):
+            self.size = self._find_size()
+        self._lists = [path for path, node in nodes if self._has_entries(node)]
         self.length = self._find_length()
         self._longest = self._find_longest()
 
@@ -134,17 +140,15 @@ class SampleBatch:
             "in a batch of another size all are like its longest"
         )
         arrays = [(path, leaf) for path, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim]
-        same = [pair for pair in arrays if not self._in_list(pair[0]) and not self._is_batched(pair[1])]
+        same = [pair for pair in arrays if not self._is_batched(pair[1])]
         if same:
             yield Assumption(what=f"in a batch of any size these stay as they are: {_shapes(same)}")
 
-    def _find_size(self, entries: set[int]) -> int:
-        if len(entries) == 1:
-            return entries.pop()
+    def _find_size(self) -> int:
         sizes = Counter(int(leaf.shape[self._split]) for leaf in self._arrays)
         ranked = Counter({size: count for size, count in sizes.items() if size != 1} or sizes).most_common(2)
-        if entries or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
-            found = sorted(entries or {size for size, _ in ranked})
+        if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
+            found = sorted(size for size, _ in ranked)
             raise _unusable(
                 f"nobody can say whether the sample batch has {' or '.join(map(str, found))} samples: "
                 f"{_shapes(self._leaves)}",
@@ -154,37 +158,30 @@ class SampleBatch:
         if not ranked:
             raise _unusable(
                 f"the sample batch has no batch dimension: {_shapes(self._leaves)}",
-                f"dimension {self._split} of its tensors must be the samples, or a list have one entry for each",
+                f"dimension {self._split} of its tensors must be the samples",
                 _SAID_SIZE,
             )
         return ranked[0][0]
 
-    def _has_entries(self, node: Any, *, known: bool) -> bool:
-        if not isinstance(node, (list, tuple)) or len(node) != self.size:
-            return False
-        plain = all(isinstance(item, _PLAIN) for item in node)
-        unlike = all(isinstance(item, Leaf) and not self._is_batched(item) for item in node)
-        return known or plain or unlike
+    def _has_entries(self, node: Any) -> bool:
+        is_list = isinstance(node, (list, tuple)) and len(node) == self.size
+        return is_list and all(isinstance(item, _PLAIN) for item in node)
 
     def _is_batched(self, leaf: Any) -> bool:
         return isinstance(leaf, Leaf) and leaf.ndim > self._split and leaf.shape[self._split] == self.size
 
-    def _in_list(self, path: str) -> bool:
-        return any(path.startswith(f"{each}[") for each in self._lists)
-
     def _find_length(self) -> int | None:
         whole: list[int] = []
         floating: list[int] = []
-        for path, leaf in self._leaves:
-            at = 0 if self._in_list(path) else 1 - self._split if self._is_batched(leaf) else None
-            if at is not None and isinstance(leaf, Leaf) and leaf.ndim > (0 if self._in_list(path) else 1):
-                (floating if leaf.is_floating else whole).append(leaf.shape[at])
+        for _, leaf in self._leaves:
+            if self._is_batched(leaf) and leaf.ndim > 1:
+                (floating if leaf.is_floating else whole).append(leaf.shape[1 - self._split])
         return max(whole or floating, default=None)
 
     def _find_longest(self) -> int:
         """Return the position of the longest sample, where lengths or a mask tell; else of the first."""
-        for path, leaf in self._leaves:
-            if self._in_list(path) or not self._is_batched(leaf) or leaf.values is None or leaf.values.size == 0:
+        for _, leaf in self._leaves:
+            if not self._is_batched(leaf) or leaf.values is None or leaf.values.size == 0:
                 continue
             rows = np.moveaxis(leaf.values, self._split, 0)
             if rows.ndim == 1 and rows.max() == self.length:
@@ -195,7 +192,7 @@ class SampleBatch:
 
     def _made(self, node: Any, path: str, size: int, length: int | None) -> Any:
         if path in self._lists:
-            return _rebuilt(node, dict(enumerate(self._entries(node, size, length))))
+            return _rebuilt(node, dict(enumerate(itertools.islice(itertools.cycle(node), size))))
         children = _children(node)
         if children is not None:
             made = {key: self._made(child, f"{path}[{key!r}]", size, length) for key, child in children.items()}
@@ -223,22 +220,6 @@ class SampleBatch:
         if leaf.is_floating and leaf.ndim != _MASK_DIMENSIONS:
             return [at for at in same if at == 1 - self._split]
         return same
-
-    def _entries(self, node: Sequence[Any], size: int, length: int | None) -> list[Any]:
-        if all(isinstance(item, _PLAIN) for item in node):
-            return list(itertools.islice(itertools.cycle(node), size))
-        elements = [sum(math.prod(leaf.shape) for leaf in leaves_of(each) if isinstance(leaf, Leaf)) for each in node]
-        largest = node[elements.index(max(elements))]
-
-        def renewed(leaf: Any, _: str) -> Any:
-            if not isinstance(leaf, Leaf):
-                return leaf
-            if length is None or not leaf.shape or leaf.shape[0] != self.length:
-                return self._filled(leaf)
-            values = None if leaf.values is None else np.resize(leaf.values, (length, *leaf.shape[1:]))
-            return self._filled(dataclasses.replace(leaf, shape=(length, *leaf.shape[1:]), values=values))
-
-        return [_mapped(largest, renewed) for _ in range(size)]
 
     def _filled(self, leaf: Leaf) -> Any:
         if leaf.device is not None:
@@ -316,11 +297,11 @@ def _mapped(node: Any, function: Callable[[Any, str], Any], path: str = "batch")
 
 
 def _walk(node: Any, path: str = "batch", *, leaves: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves, or the containers, the outermost first, but none that are within a list of samples."""
+    """Yield the leaves, or the containers, the outermost first."""
     children = _children(node)
     if (children is None) == leaves:
         yield path, node
-    if children is not None and (leaves or not _has_samples(node)):
+    if children is not None:
         for key, child in children.items():
             yield from _walk(child, f"{path}[{key!r}]", leaves=leaves)
 

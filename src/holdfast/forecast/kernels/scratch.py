@@ -294,12 +294,6 @@ def _sort(given: Arguments, _out: Any) -> Scratch:
     return Scratch(expected, 2 * expected, calibrated=False)
 
 
-def _topk(given: Arguments, _out: Any) -> Scratch:
-    """TensorTopK.cu: counters only; long slices are searched by several blocks."""
-    values = given["self"]
-    return Scratch(0, values.numel() * 4 if values.dim() and values.shape[given.get("dim", -1)] > _SMALL_SORT else 0)
-
-
 def _layer_norm_backward(given: Arguments, _out: Any) -> Scratch:
     """layer_norm_kernel.cu: partial sums of the two parameters' gradients, 32 rows of each in fp32."""
     return _exactly(2 * 32 * math.prod(given["normalized_shape"]) * 4)
@@ -314,11 +308,6 @@ def _transform(given: Arguments, out: Any) -> Scratch:
     """CuFFTPlanCache.h: cuFFT's work area, as large as the result for lengths of small factors, more for others."""
     size = out.nbytes if isinstance(out, torch.Tensor) else 0
     return Scratch(size, 3 * size + given["self"].nbytes, calibrated=False)
-
-
-def _draw(given: Arguments, _out: Any) -> Scratch:
-    """MultinomialKernel.cu: the normalised and the summed distribution."""
-    return _exactly(2 * given["self"].nbytes)
 
 
 def _reduced_loss(given: Arguments, _out: Any) -> Scratch:
@@ -351,13 +340,11 @@ RULES: dict[str, Rule] = {
     "_index_put_impl_": _index_put,
     "sort": _sort,
     "argsort": _sort,
-    "topk": _topk,
     "native_layer_norm_backward": _layer_norm_backward,
     "native_group_norm_backward": _group_norm_backward,
     "_fft_r2c": _transform,
     "_fft_c2r": _transform,
     "_fft_c2c": _transform,
-    "multinomial": _draw,
     # Composed of other operators inside one dispatch, on every device alike.
     "mse_loss": _reduced_loss,
     "smooth_l1_loss": _reduced_loss,

@@ -6,14 +6,14 @@ the user's runs in this process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from holdfast.core.errors import HoldfastError
-from holdfast.forecast.devices.catalogue import GIB, Device, known_devices
+from holdfast.forecast.devices.catalogue import GIB, Device
 from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.plan.planning import (
     GRANULE_BYTES,
-    MOST_SAMPLES,
     Question,
     Row,
     Steps,
@@ -24,15 +24,7 @@ from holdfast.forecast.plan.planning import (
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
-from holdfast.forecast.trace.extrapolation import (
-    FITTED_SIZES,
-    NotAlignedError,
-    ScaledTrace,
-    TracedSizes,
-    fit,
-    has_a_tensor_for_each_sample,
-    sizes_to_trace,
-)
+from holdfast.forecast.trace.extrapolation import FITTED_SIZES, NotAlignedError, fit
 from holdfast.forecast.trace.recomputation import with_recompute
 
 _TRIALS = 3  # recommended plans that are traced until one holds
@@ -84,7 +76,7 @@ class Verification:
 class DevicePlan:
     """What fits a device: every plan, the `best` (None if none fits), and the one whose step `trace` is.
 
-    `verification` is of the best; `would_do` the smallest device of the catalogue that takes what misses least here.
+    `verification` is of the best.
     """
 
     question: Question
@@ -93,7 +85,6 @@ class DevicePlan:
     trace: Trace
     shown: Row
     verification: Verification | None = None
-    would_do: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,39 +97,25 @@ class Forecast:
     assumptions: tuple[Assumption, ...]
 
 
-class Watcher:
-    """Follows how far a forecast is; this one ignores it."""
-
-    def traced(self, doing: str) -> None:
-        """A step is being traced."""
-
-    def planned(self, row: Row) -> None:
-        """A plan is known."""
-
-    def verifies(self, row: Row) -> None:
-        """A plan is being traced once more."""
-
-
-def make_forecast(order: Order, watcher: Watcher | None = None) -> Forecast:
-    """Trace and plan.
+def make_forecast(order: Order, say: Callable[[str], object] = lambda _: None) -> Forecast:
+    """Trace and plan; `say` is called with what is being done.
 
     Raises:
         HoldfastError: What `tracing.trace_job` raises.
     """
-    watcher = watcher or Watcher()
-    jobs, said = _all_traced(order, watcher)
+    jobs, said = _all_traced(order, say)
     steps = {precision: step for precision, (_, step) in jobs.items()}
     plans = []
     for device in order.devices:
-        plan = plan_device(order, device, steps, watcher)
-        plans.append(verified(order, plan, steps, watcher, said) if order.verify else plan)
+        plan = plan_device(order, device, steps, say)
+        plans.append(verified(order, plan, steps, say, said) if order.verify else plan)
     results = [result for result, _ in jobs.values()]
     said += [one for result in results for one in result.assumptions]
     said += [one for plan in plans for one in plan.trace.assumptions]
-    largest = max(row.micro_batch_size for plan in plans for row in plan.rows)
-    if order.global_batch_size is None and largest == MOST_SAMPLES:
-        said.append(Assumption(what=f"micro-batches of more than {MOST_SAMPLES} samples were not looked for"))
-    said += [without_bf16(device) for device in order.devices if "bf16" in steps and not has_bf16(device)]
+    slow = [device.name for device in order.devices if "bf16" in steps and not has_bf16(device)]
+    said += [
+        Assumption(what=f"{name} has no units for bf16: other plans are preferred to those in it") for name in slow
+    ]
     return Forecast(
         order=order,
         traced={precision: result for precision, (result, _) in jobs.items()},
@@ -150,7 +127,7 @@ def make_forecast(order: Order, watcher: Watcher | None = None) -> Forecast:
 _Traced = tuple[TraceResult, Steps]
 
 
-def _all_traced(order: Order, watcher: Watcher) -> tuple[dict[str, _Traced], list[Assumption]]:
+def _all_traced(order: Order, say: Callable[[str], object]) -> tuple[dict[str, _Traced], list[Assumption]]:
     """Return the step in each precision in which it runs, and what is said of the others.
 
     Raises:
@@ -160,11 +137,11 @@ def _all_traced(order: Order, watcher: Watcher) -> tuple[dict[str, _Traced], lis
     errors: dict[str, HoldfastError] = {}
     for precision in order.precisions:  # one after another: build() may open a port, or write a file, that it needs
         try:
-            jobs[precision] = _traced(order, precision, watcher)
+            jobs[precision] = _traced(order, precision, say)
         except HoldfastError as error:
             errors[precision] = error
         if precision in jobs and jobs[precision][0].casts:
-            own = jobs["fp32"] if "fp32" in jobs else _traced(order, "fp32", watcher)
+            own = jobs["fp32"] if "fp32" in jobs else _traced(order, "fp32", say)
             return {"fp32": own}, [Assumption(what=_OWN_PRECISION)]
     if not jobs:
         precision, first = next(iter(errors.items()))
@@ -176,37 +153,28 @@ def _all_traced(order: Order, watcher: Watcher) -> tuple[dict[str, _Traced], lis
     return jobs, [Assumption(what=what) for what in left_out]
 
 
-def _traced(order: Order, precision: str, watcher: Watcher) -> _Traced:
+def _traced(order: Order, precision: str, say: Callable[[str], object]) -> _Traced:
     """Return what tracing found, and the step at any size."""
-    whole: ScaledTrace | TracedSizes | None = None
     failed: list[NotAlignedError] = []
-    request = TraceRequest(
-        factory=order.factory,
-        precision=precision,
-        sizes=FITTED_SIZES,
-        length=order.longest,
-        max_grad_norm=order.max_grad_norm,
-    )
     for times in _TIMES:
-        request = replace(request, sizes=tuple(times * size for size in FITTED_SIZES))
-        result = trace_job(request, watcher.traced)
+        request = TraceRequest(
+            factory=order.factory,
+            precision=precision,
+            sizes=tuple(times * size for size in FITTED_SIZES),
+            length=order.longest,
+            max_grad_norm=order.max_grad_norm,
+        )
+        result = trace_job(request, say)
         try:
             whole = fit(result.traces)
             break
         except NotAlignedError as error:
             failed.append(error)
-            if has_a_tensor_for_each_sample(result.traces):
-                break
-    if whole is None:
-        request = replace(request, sizes=sizes_to_trace(order.global_batch_size))
-        result = trace_job(request, watcher.traced)
-        whole = TracedSizes(traces=result.traces)
-        result = replace(result, assumptions=whole.template.assumptions)  # each size says the same of other counts
+    else:
+        raise failed[0]
     if failed:
-        traced = sorted({one.micro_batch_size for one in result.traces})  # more than was asked for, if few do not run
-        sizes, at = " and ".join(map(str, traced)), f" of length {order.longest}" if order.longest else ""
-        only = " and planned for no others" if isinstance(whole, TracedSizes) else ""
-        said = f"the forecast is made from {sizes} samples{at}{only}, since otherwise {failed[-1].what}"
+        sizes, at = " and ".join(map(str, request.sizes)), f" of length {order.longest}" if order.longest else ""
+        said = f"the forecast is made from {sizes} samples{at}, since otherwise {failed[-1].what}"
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
     if order.global_batch_size is not None and not result.accumulates:
         said = (
@@ -217,7 +185,9 @@ def _traced(order: Order, precision: str, watcher: Watcher) -> _Traced:
     return result, Steps(whole=whole, accumulates=result.accumulates)
 
 
-def plan_device(order: Order, device: Device, steps: dict[str, Steps], watcher: Watcher | None = None) -> DevicePlan:
+def plan_device(
+    order: Order, device: Device, steps: dict[str, Steps], say: Callable[[str], object] = lambda _: None
+) -> DevicePlan:
     """Return what fits a device."""
     question = Question(
         device=device,
@@ -225,7 +195,7 @@ def plan_device(order: Order, device: Device, steps: dict[str, Steps], watcher: 
         margin_bytes=order.margin_bytes,
     )
     suited = {name: step for name, step in steps.items() if name != "bf16" or has_bf16(device)} or steps
-    rows = tuple(plan_rows(suited, question, (watcher or Watcher()).planned))
+    rows = tuple(plan_rows(suited, question, lambda _: say(f"planning for {device.name}")))
     best = recommended(rows)
     shown = best or nearest_miss(rows)
     assert shown is not None, "there is a plan for each precision"
@@ -235,21 +205,12 @@ def plan_device(order: Order, device: Device, steps: dict[str, Steps], watcher: 
         best=best,
         trace=step_of(shown, steps[shown.precision], question),
         shown=shown,
-        would_do=None if best else _find_device(shown, steps[shown.precision], question),
     )
 
 
 def has_bf16(device: Device) -> bool:
     """Return whether a device computes in bf16: those of NVIDIA do from Ampere on (compute capability 8.0)."""
     return device.capability is None or device.capability >= (8, 0)
-
-
-def without_bf16(device: Device) -> Assumption:
-    """Return what is to be said of a device that has no bf16."""
-    return Assumption(
-        what=f"{device.name} has no units for bf16, and computes attention otherwise with it, in more memory: plans"
-        " with bf16 are left out for it unless nothing else was asked for; plan with --precision fp16"
-    )
 
 
 def step_of(row: Row, step: Steps, question: Question, global_batch_size: int | None = None) -> Trace:
@@ -260,19 +221,8 @@ def step_of(row: Row, step: Steps, question: Question, global_batch_size: int | 
     return with_accumulation(trace, total) if step.accumulates and total is not None else trace
 
 
-def _find_device(row: Row, step: Steps, question: Question) -> str | None:
-    """Return the smallest device of the catalogue that takes one sample by a plan."""
-    for device in sorted(known_devices(), key=lambda device: device.available_bytes):
-        if device.available_bytes > question.device.available_bytes:
-            there = replace(question, device=device)
-            fit, _ = check_row(row, step_of(row, step, there), there)
-            if fit.fits:
-                return device.name
-    return None
-
-
 def verified(
-    order: Order, plan: DevicePlan, steps: dict[str, Steps], watcher: Watcher, said: list[Assumption]
+    order: Order, plan: DevicePlan, steps: dict[str, Steps], say: Callable[[str], object], said: list[Assumption]
 ) -> DevicePlan:
     """Return the plan with what one more trace says; if that one does not fit or run, another that does.
 
@@ -289,7 +239,7 @@ def verified(
         row = recommended(plan.rows)
         if row is None:
             break
-        watcher.verifies(row)
+        say(f"tracing micro-batches of {row.micro_batch_size} for {device.name} once more")
         step = steps[row.precision]
         try:
             found = _verify(order, row, step, question)
@@ -306,7 +256,7 @@ def verified(
             margin = row.margin_bytes + max(row.margin_bytes, int(wrong))
             order = replace(order, margin_bytes=margin)
             why = f"did not fit when it was traced, so that {margin / GIB:.2f} GiB were kept free"
-            refused, plan = plan, plan_device(order, device, steps, watcher)
+            refused, plan = plan, plan_device(order, device, steps, say)
             if plan.best is None:
                 plan = replace(refused, rows=plan.rows)
         said.append(Assumption(what=f"left out for {device.name}: {_described(row)} {why}"))

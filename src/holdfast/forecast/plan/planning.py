@@ -21,7 +21,7 @@ from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, wit
 from holdfast.forecast.plan.recompute_choice import choose
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Trace, live_peak, played
-from holdfast.forecast.trace.extrapolation import ScaledTrace, TracedSizes
+from holdfast.forecast.trace.extrapolation import ScaledTrace
 from holdfast.forecast.trace.recomputation import with_recompute
 
 Recompute = Literal["none", "some", "all"]
@@ -91,12 +91,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """A job's step with one precision, at any size or at those that were traced.
+    """A job's step with one precision, at any size.
 
     `accumulates`: a global batch is cut into micro-batches whose gradients are added up, as a guard does.
     """
 
-    whole: ScaledTrace | TracedSizes
+    whole: ScaledTrace
     accumulates: bool = False
 
 
@@ -187,7 +187,7 @@ class _SizedStep:
 
     def __init__(self, step: Steps, precision: str, question: Question) -> None:
         self.step, self.precision, self.question = step, precision, question
-        self.most_samples = min(question.most_samples, step.whole.largest or question.most_samples)
+        self.most_samples = question.most_samples
         template = step.whole.template
         runs = {run.block for run in template.block_runs if run.backward >= 0}
         self.blocks = tuple(name for number, name in enumerate(template.blocks) if number in runs)
@@ -262,11 +262,10 @@ class _Search:
 
     def _some(self, nothing: Row, everything: Row) -> Row | None:
         """Return the fastest plan that recomputes some blocks only, at a size between those of none and of all."""
-        whole = self._sized.step.whole
-        sizes = {whole.planned_size(max(1, everything.micro_batch_size))}
+        sizes = {max(1, everything.micro_batch_size)}
         size = max(1, nothing.micro_batch_size + 1)
         while size < everything.micro_batch_size:
-            sizes.add(whole.planned_size(size))
+            sizes.add(size)
             size *= 2
         likely = sorted((self._estimate(samples), samples) for samples in sizes)
         best: Row | None = None

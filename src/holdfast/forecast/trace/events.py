@@ -234,23 +234,6 @@ def live_peak(trace: Trace, variant: str | None = None, granule_bytes: int = 1) 
     return int(live_bytes(*played(trace, 1, variant), granule_bytes).max(initial=0))
 
 
-def live_by_owner(trace: Trace, variant: str | None = None) -> npt.NDArray[np.int64]:
-    """Return how many bytes of each owner live before the step and after each of its events.
-
-    Returns:
-        Shape ``(len(OWNERS), 1 + events)``, with the events of `events_played` only.
-    """
-    events, sizes = played(trace, 1, variant)
-    storage = np.abs(events) - 1
-    changes = np.sign(events) * sizes[storage]
-    owners = trace.owner[storage]
-    live = np.stack([np.cumsum(np.where(owners == owner, changes, 0)) for owner in range(len(OWNERS))])
-    found = len(trace.resident)
-    if found == 0:
-        return np.concatenate([np.zeros((len(OWNERS), 1), dtype=np.int64), live], axis=1)
-    return live[:, found - 1 :]
-
-
 def owners_at_peak(trace: Trace, by: str = "owner", variant: str | None = None) -> Mapping[str, int]:
     """Return who owns the bytes that are alive at the first moment of `live_peak`.
 

@@ -5,7 +5,7 @@ is the largest of many such sums and no line itself: a line through two peaks er
 measured, on a loop decoder), so every storage is extrapolated and the events are played again.
 
 A list of samples, a loop over them or a branch on their number cannot be extrapolated: such a step is another program
-at each size. A few sizes are then traced themselves, and only these are planned with (`TracedSizes`).
+at each size, and is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from holdfast.forecast.trace.events import OWNERS, Assumption, Trace
 # One sample goes other ways (a dimension of 1 is contiguous either way): 3 of the 7 models that were tried did.
 LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
-_MOST_TRACED_SAMPLES = 64  # a loop over samples takes as long as all of them one after the other
 _SCRATCH, _BATCH = OWNERS.index("scratch"), OWNERS.index("batch")
 _OF_ANY_SIZE = [OWNERS.index(owner) for owner in ("parameters", "gradients", "optimizer state")]
 _COMPARED = ("blocks", "resident", "carried", "variants", "block_runs", "precision", "route", "length")
@@ -48,15 +47,6 @@ class ScaledTrace:
     flops: npt.NDArray[np.int64]
     moved_bytes: npt.NDArray[np.int64]
     totals: npt.NDArray[np.int64]
-
-    @property
-    def largest(self) -> int | None:
-        """The largest size that can be asked for: there is none."""
-        return None
-
-    def planned_size(self, micro_batch_size: int) -> int:
-        """Return the size to plan with for one that is asked for: that one."""
-        return micro_batch_size
 
     def at(self, micro_batch_size: int) -> Trace:
         """Return the step with this many samples, at least 1.
@@ -103,31 +93,6 @@ class ScaledTrace:
         return tuple(Assumption(what=what) for what in said)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TracedSizes:
-    """A step at some sizes: its `traces`, the smallest size first."""
-
-    traces: tuple[Trace, ...]
-
-    @property
-    def template(self) -> Trace:
-        """The trace of the largest size."""
-        return self.traces[-1]
-
-    @property
-    def largest(self) -> int:
-        """The largest size that can be asked for."""
-        return self.template.micro_batch_size
-
-    def planned_size(self, micro_batch_size: int) -> int:
-        """Return the smallest size that was traced and is not below another."""
-        return self.at(micro_batch_size).micro_batch_size
-
-    def at(self, micro_batch_size: int) -> Trace:
-        """Return the step with at least this many samples, at most `largest`."""
-        return next(one for one in self.traces if one.micro_batch_size >= micro_batch_size)
-
-
 def fit(traces: Sequence[Trace]) -> ScaledTrace:
     """Return the step at any size, from traces of one job at two micro-batch sizes of at least 2.
 
@@ -155,17 +120,6 @@ def fit(traces: Sequence[Trace]) -> ScaledTrace:
         moved_bytes=np.stack([one.moved_bytes for one in both]),
         totals=np.array([[one.growth_bytes, one.uncalibrated_bytes] for one in both], dtype=np.int64),
     )
-
-
-def sizes_to_trace(global_batch_size: int | None) -> tuple[int, ...]:
-    """Return the sizes to trace: powers of two, and the whole batch if it is no larger than the last of them."""
-    most = min(global_batch_size or _MOST_TRACED_SAMPLES, _MOST_TRACED_SAMPLES)
-    return (*(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
-
-
-def has_a_tensor_for_each_sample(traces: Sequence[Trace]) -> bool:
-    """Return whether larger batches consist of more tensors: then no two sizes are alike."""
-    return len({_tensors_of_batch(one) for one in traces}) > 1
 
 
 def _with_even_scratch(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
@@ -214,7 +168,7 @@ def _find_count(first: Trace, other: Trace) -> str | None:
     found = len(first.resident), len(other.resident)
     if found[0] != found[1]:
         return f"{found[0]} storages live before it, there {found[1]}: it keeps something from step to step"
-    if has_a_tensor_for_each_sample((first, other)):
+    if _tensors_of_batch(first) != _tensors_of_batch(other):
         return f"its batch is {_tensors_of_batch(first)} tensors, there {_tensors_of_batch(other)}"
     return None
 
@@ -240,17 +194,12 @@ def _first_unequal(one: npt.NDArray[np.int32], two: npt.NDArray[np.int32]) -> in
 
 
 def _operation(trace: Trace, number: int) -> str:
-    """Return an operation's name, what it allocates, and the line of the user's that is nearest before it."""
+    """Return an operation's name, and the line of the user's that is nearest before it."""
     if number >= len(trace.operation_name):
         return "missing"
-    begin = trace.operation_event[number]
     last = number + 1 == len(trace.operation_event)
-    end = len(trace.events) if last else trace.operation_event[number + 1]
-    made = trace.events[begin:end]
-    made = made[made > 0] - 1
-    born = trace.events[:end]
+    born = trace.events[: len(trace.events) if last else trace.operation_event[number + 1]]
     lines = trace.line[born[born > 0] - 1]
     known = lines[lines > 0]
     where = f" at {trace.lines[known[-1]]}" if len(known) else ""
-    sizes = f" ({', '.join(str(size) for size in trace.size_bytes[made][:3])} bytes)" if len(made) else ""
-    return f"{trace.names[trace.operation_name[number]]}{sizes}{where}"
+    return f"{trace.names[trace.operation_name[number]]}{where}"

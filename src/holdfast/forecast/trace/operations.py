@@ -16,13 +16,6 @@ _WITHOUT_KERNEL_NAMES = """
     _reshape_alias _unsafe_view empty empty_like empty_strided lift_fresh new_empty new_empty_strided resize_ set_
 """
 _WITHOUT_KERNEL = frozenset(f"aten.{name}" for name in _WITHOUT_KERNEL_NAMES.split())
-# The CPU's kernels have no formula of their own in torch.
-_SAME_FORMULA = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
 # They read as much of their first argument as they write, however large it is.
 _PICKS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select"})
 
@@ -78,7 +71,7 @@ class Operations:
         name = str(packet)
         if name not in self.names:
             self.names.append(name)
-        formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
+        formula = flop_registry.get(packet)
         schema = getattr(func, "_schema", None)
         written: tuple[int, ...] = ()
         asks = False  # for a fact, such as a device or a number

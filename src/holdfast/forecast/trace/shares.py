@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from holdfast.forecast.trace.events import Trace, owners_at_peak
 
@@ -12,26 +11,17 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MOST = 6  # modules and lines that are named
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Bytes at the live peak, largest first: by owner, module (numbers as ``*``) and line of the user's."""
-
-    owners: Mapping[str, int]
-    modules: Mapping[str, int]
-    lines: Mapping[str, int]
-
-
-def shares_of(trace: Trace, optimizer: str) -> Shares:
-    """Return who owns the peak."""
+def shares_of(trace: Trace, optimizer: str) -> dict[str, Mapping[str, int]]:
+    """Return bytes at the live peak by owners, modules (numbers as ``*``) and lines of the user's, largest first."""
     modules: dict[str, int] = {}
     for name, size in owners_at_peak(trace, "module", optimizer).items():
         path = _NUMBER.sub("*", name)
         modules[path] = modules.get(path, 0) + size
-    return Shares(
-        owners=owners_at_peak(trace, "owner", optimizer),
-        modules=_largest(modules),
-        lines=_largest(owners_at_peak(trace, "line", optimizer)),
-    )
+    return {
+        "owners": owners_at_peak(trace, "owner", optimizer),
+        "modules": _largest(modules),
+        "lines": _largest(owners_at_peak(trace, "line", optimizer)),
+    }
 
 
 def _largest(sizes: Mapping[str, int]) -> dict[str, int]:

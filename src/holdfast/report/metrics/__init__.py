@@ -1,4 +1,4 @@
-"""Metrics where people already look: TensorBoard, Prometheus, JSON lines, Weights & Biases, MLflow."""
+"""Metrics where people already look: TensorBoard, JSON lines, Weights & Biases, MLflow."""
 
 from holdfast.report.metrics.copying import Copied, follow
 from holdfast.report.metrics.sinks import check_targets, open_sinks

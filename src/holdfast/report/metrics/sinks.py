@@ -1,4 +1,4 @@
-"""Check and open sinks from what a user typed, such as ``tensorboard=DIR`` or ``prometheus=:9100``.
+"""Check and open sinks from what a user typed, such as ``tensorboard=DIR`` or ``jsonl=FILE``.
 
 Does not: write points (one module for each client does).
 """
@@ -14,16 +14,14 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
 from holdfast.report.metrics.clients import JsonLines, MlflowRun, TensorBoard, WandbRun
 from holdfast.report.metrics.copying import Sink
-from holdfast.report.metrics.prometheus import Prometheus, endpoint_of
 
 _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "tensorboard": lambda target, _run: TensorBoard(Path(target)),
-    "prometheus": lambda target, run: Prometheus(target, run.name),
     "jsonl": lambda target, _run: JsonLines(target),
     "wandb": lambda target, run: WandbRun(target, run.name),
     "mlflow": lambda target, run: MlflowRun(target, run.name),
 }
-_CLIENTS = {"tensorboard": "tensorboardX", "prometheus": "prometheus_client", "wandb": "wandb", "mlflow": "mlflow"}
+_CLIENTS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def check_targets(wanted: Sequence[str]) -> None:
@@ -33,21 +31,19 @@ def check_targets(wanted: Sequence[str]) -> None:
         wanted: As for `open_sinks`.
 
     Raises:
-        PolicyError: H742 if a client is not installed, H743 if a sink is unknown or its port is none.
+        PolicyError: H742 if a client is not installed, H743 if a sink is unknown.
     """
     for each in wanted:
-        kind, target = _parts(each)
+        kind, _ = _parts(each)
         if kind in _CLIENTS and importlib.util.find_spec(_CLIENTS[kind]) is None:
             raise _not_installed(kind)
-        if kind == "prometheus":
-            endpoint_of(target)
 
 
 def open_sinks(wanted: Sequence[str], run: Path) -> list[Sink]:
     """Open all sinks or none.
 
     Args:
-        wanted: Such as ``["tensorboard=tb", "prometheus=:9100", "jsonl=-"]``.
+        wanted: Such as ``["tensorboard=tb", "jsonl=-"]``.
         run: The run directory, after which runs are named. It may not be there as yet; it is made for a file in it.
 
     Raises:
@@ -70,7 +66,7 @@ def _parts(wanted: str) -> tuple[str, str]:
         raise PolicyError(
             f"metrics target {wanted!r}",
             limit=f"a target is one of {', '.join(_OPENERS)}, then = and where to write",
-            fix="write tensorboard=DIR, prometheus=FILE or =:PORT, jsonl=FILE, wandb=PROJECT or mlflow=URI.",
+            fix="write tensorboard=DIR, jsonl=FILE, wandb=PROJECT or mlflow=URI.",
             rule="H743",
         )
     return kind, target
@@ -90,18 +86,16 @@ def _open(wanted: str, run: Path) -> Sink:
     kind, target = _parts(wanted)
     try:
         folder = Path(target).absolute().parent
-        if kind in ("jsonl", "prometheus") and folder.is_relative_to(run.absolute()):
+        if kind == "jsonl" and folder.is_relative_to(run.absolute()):
             folder.mkdir(parents=True, exist_ok=True)
         return _OPENERS[kind](target, run)
     except ImportError as error:
         raise _not_installed(kind, error.name) from error
-    except PolicyError:
-        raise
     except Exception as error:  # clients raise what they like
         raise PolicyError(
             f"metrics target {kind}={target!r} cannot be opened "
             f"({type(error).__name__}: {sanitise(error, most=300)})",
-            limit="it must be writable, and a port must be free",
+            limit="it must be writable",
             fix="choose another target, or correct this one.",
             rule="H743",
         ) from error
