@@ -120,11 +120,10 @@ def test_the_commands_and_their_flags() -> None:
         "watch": ["--json", "--once"],
         "report": ["--json", "--open", "--out"],
         "events": ["--json", "--kind", "--since"],
-        "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--prometheus", "--tensorboard", "--wandb"],
+        "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--tensorboard", "--wandb"],
         "plan": [
             "--device",
             "--global-batch-size",
-            "--html",
             "--json",
             "--lengths",
             "--margin",
@@ -153,7 +152,7 @@ def test_importing_holdfast_loads_no_torch() -> None:
     """A Policy with a preset needs no yaml either; the commands, rules and pages start without torch."""
     code = (
         "import sys, holdfast; holdfast.Policy.preset('tts'); assert 'yaml' not in sys.modules; "
-        "from holdfast.cli.main import make_app; make_app(); from holdfast.report import memory_page; "
+        "from holdfast.cli.main import make_app; make_app(); from holdfast.report import page; "
         "from holdfast.cli import plan, simulate, quarantine; "
         "from holdfast.recorder import reader; from holdfast.explain import rules; rules.all_rules(); "
         "sys.exit('torch' in sys.modules)"
