@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.order.orders import Sequential, Weighted
+from holdfast.loader.order.orders import Sequential
 from holdfast.loader.order.plan import Plan
 from holdfast.loader.order.sampled import Sampled
 
@@ -253,7 +253,7 @@ def test_ranks_are_given_for_orders_of_holdfast_only() -> None:
         assert caught.value.rule == "H607"
         assert len(DataLoader(_DATA, rank=0, world_size=1, **own))
     assert len(list(DataLoader(_DATA, sampler=divided))) == 30
-    assert len(list(DataLoader(_DATA, sampler=Weighted([1.0] * 60), rank=1, world_size=2))) == 30
+    assert len(list(DataLoader(_DATA, sampler=Sequential(60), rank=1, world_size=2))) == 30
 
 
 # --- indices that come twice ------------------------------------------------------------------------------------
