@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from itertools import product
@@ -15,7 +14,6 @@ from tests.unit.guard.guarded import guarded, kinds_of, square_of
 from torch import nn
 
 import holdfast
-from holdfast.guard.ranks import Vote
 from holdfast.testing import FakeClock
 
 
@@ -372,23 +370,6 @@ def test_results_and_events_can_be_read(tmp_path):
     assert [event.kind for event in events] == ["checkpoint_saved", "promises"]
     assert events[-1].unix_seconds == 5.0
     assert guard.statistics().steps == 1
-
-
-def test_a_vote_of_another_rank_skips_the_step_here_too(tmp_path):
-    """The seam for many ranks: what all ranks agree on decides, and every vote carries the number of its step."""
-    votes: list[Vote] = []
-
-    class AnotherRankSawNaN:  # a stand-in: several ranks are not supported yet
-        def agree(self, vote: Vote) -> Vote:
-            votes.append(vote)
-            return dataclasses.replace(vote, nonfinite=len(votes) == 2)
-
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=None, **parts)
-    guard._engine._ranks = AnotherRankSawNaN()
-    skipped = [guard.step(torch.randn(4, 4), loss_of(parts["model"])).skipped for _ in range(3)]
-    assert skipped == [False, True, False]
-    assert [vote.step_id for vote in votes] == [1, 2, 3]
 
 
 def test_infinite_buffers_that_are_meant_do_not_stop_a_save(tmp_path):
