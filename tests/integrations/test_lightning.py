@@ -262,14 +262,6 @@ def test_a_batch_that_does_not_fit_is_cut_and_training_ends_where_it_would_have(
     assert "split" in kinds(tmp_path / "guarded")
 
 
-def test_without_holdfast_the_same_lack_of_memory_ends_training(tmp_path):
-    """Plain Lightning does not outlive it: the fault is real."""
-    module = Small(norm=False)
-    module.fails_at = {1: 5}
-    with pytest.raises(RuntimeError, match="allocate"):
-        fit(module, tmp_path, batches())
-
-
 def test_a_batch_with_nan_leaves_no_trace_and_the_schedule_waits(tmp_path):
     """Weights, BatchNorm and rates are those of a training without this batch; the log keeps its NaN."""
     data = batches(7, bad=3)
@@ -484,17 +476,6 @@ def test_no_epoch_is_left_out_or_repeated_after_a_checkpoint_at_the_end_of_one(t
     assert rest.batches == whole.batches[5:]
 
 
-def test_what_a_test_loads_is_not_taken_up_by_a_later_fit(tmp_path):
-    """``test(ckpt_path=...)`` takes weights from a checkpoint, and a ``fit`` afterwards nothing else from it."""
-    newest = str(_saved(tmp_path, strategy=HoldfastStrategy())[-1])
-    module, strategy = Small(), HoldfastStrategy()
-    module.test_step = lambda batch, batch_idx: None
-    trainer = pl.Trainer(**quiet(tmp_path / "later"), strategy=strategy)
-    trainer.test(module, as_loader(batches(1)), ckpt_path=newest, verbose=False)
-    trainer.fit(module, as_loader(batches(1)))
-    assert "resumed" not in kinds(tmp_path / "later")
-
-
 def test_the_tuner_leaves_no_file(tmp_path):
     """What ``lr_find`` saves to go back to is removed, although it is the only file that verifies."""
     module = Unscheduled()
@@ -618,16 +599,3 @@ def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_traini
     for strategy in ("holdfast", HoldfastStrategy()):
         with pytest.raises(PolicyError, match="H108"):
             pl.Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False)
-
-
-def test_the_trainer_settles_device_and_plugins(tmp_path):
-    """The device is that of the trainer's arguments, and its checkpoint plugin is used."""
-    strategy = HoldfastStrategy()
-    strategy.parallel_devices = [torch.device("cuda", 1)]  # as Lightning says it, for devices=[1]
-    assert strategy.root_device == torch.device("cuda", 1)
-    files = VerifiedCheckpointIO()
-    trainer = pl.Trainer(
-        strategy=strategy, plugins=[files], accelerator="cpu", logger=False, default_root_dir=tmp_path
-    )
-    assert trainer.strategy.root_device.type == "cpu"
-    assert trainer.strategy.checkpoint_io is files

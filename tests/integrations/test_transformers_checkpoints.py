@@ -335,23 +335,6 @@ def test_a_best_model_that_was_damaged_is_not_loaded(tmp_path: Path) -> None:
     assert trainer.state.best_global_step == 2
 
 
-def test_a_checkpoint_can_be_saved_by_hand_after_training(tmp_path: Path) -> None:
-    """``_save_checkpoint`` outside of a training saves and seals, as the Trainer's own does."""
-    trainer = guarded(tmp_path, save_strategy="no")
-    trainer.train()
-    trainer._save_checkpoint(trainer.model, trial=None)
-    verify(tmp_path / "checkpoint-8")
-
-
-def test_steps_are_counted_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: Path) -> None:
-    """What is recorded bears the Trainer's numbers of steps."""
-    make_trainer(transformers.Trainer, tmp_path, make_gpt2(), samples(20), **(SAVING | {"max_steps": 4})).train()
-    told: list[int] = []
-    trainer = guarded(tmp_path, callbacks=[At(5, lambda _: told.append(trainer.holdfast_guard.global_step))])
-    trainer.train(resume_from_checkpoint=True)
-    assert told == [5]
-
-
 def test_a_training_that_could_save_nothing_says_so_at_its_end(tmp_path: Path) -> None:
     """With every save refused by the disk the recording says as it closes that nothing was saved."""
     for step in (2, 4, 6, 8):
