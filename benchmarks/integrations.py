@@ -1,6 +1,6 @@
 """Training through the frameworks that people use, with and without holdfast: cost, equality, and what faults do.
 
-Cost: in each round the same training is made alone, with the callback and with the full integration, in random
+Cost: in each round the same training is made alone and with the full integration, in random
 order in one process, and the median CPU time of a step is taken of each, over the steps after the 35th. glibc's
 thresholds are those of a guard for all of them. To reach: 1.03 of the framework alone.
 

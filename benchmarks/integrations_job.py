@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody spells it
 
 from benchmarks.forks import Counter
 
-How = Literal["alone", "alone, auto_find_batch_size", "callback", "full"]
+How = Literal["alone", "alone, auto_find_batch_size", "full"]
 Fault = Literal["none", "memory", "nan", "SIGTERM", "SIGKILL", "killed while saving", "flipped bit", "refused save"]
 FAULTS: tuple[Fault, ...] = (
     "memory", "nan", "SIGTERM", "SIGKILL", "killed while saving", "flipped bit", "refused save",

@@ -1,4 +1,4 @@
-"""Lightning in ``integrations``: alone, with the callback, with the strategy and a holdfast loader."""
+"""Lightning in ``integrations``: alone, with the strategy and a holdfast loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-    from holdfast.integrations.lightning import HoldfastCallback, HoldfastStrategy
+    from holdfast.integrations.lightning import HoldfastStrategy
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 _QUIET: dict[str, Any] = {
@@ -66,8 +66,6 @@ def live(life: job.Life) -> list[float]:
     saves = ModelCheckpoint(life.folder / "saved", "{step}", every_n_train_steps=job.EVERY, save_top_k=-1)
     settings: dict[str, Any] = {"callbacks": [_OnStep(lambda step: job.step_was_made(life, step)), saves]}
     loader: Any = torch.utils.data.DataLoader(life.data(), batch_size=job.BATCH)
-    if life.how == "callback":
-        settings["callbacks"].append(HoldfastCallback())
     if life.how == "full":
         settings["strategy"] = HoldfastStrategy({"recompute": False})
         loader = holdfast.DataLoader(life.data(), batch_size=job.BATCH)
@@ -97,8 +95,6 @@ def timed(how: job.How, folder: Path, steps: int) -> list[float]:
     clock = _OnStep(lambda _: seconds.append(time.process_time()))
     saves = ModelCheckpoint(dirpath=folder / "saved", every_n_train_steps=steps)
     settings: dict[str, Any] = {"callbacks": [clock, saves]}
-    if how == "callback":
-        settings["callbacks"].append(HoldfastCallback())
     if how == "full":
         settings["strategy"] = HoldfastStrategy()
     settings |= {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "default_root_dir": folder}
@@ -110,5 +106,5 @@ def timed(how: job.How, folder: Path, steps: int) -> list[float]:
 
 
 _VERSION = importlib.metadata.version("lightning")
-_HOWS: tuple[job.How, ...] = ("alone", "callback", "full")
+_HOWS: tuple[job.How, ...] = ("alone", "full")
 FRAMEWORK = job.Framework(name=f"lightning {_VERSION}", hows=_HOWS, live=live, newest=newest, timed=timed)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in ``integrations``: alone, with the callback, with the mixin."""
+"""Hugging Face's Trainer in ``integrations``: alone, with the mixin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks import integrations_job as job
-from holdfast.integrations.transformers import HoldfastCallback, HoldfastTrainer, last_good_checkpoint
+from holdfast.integrations.transformers import HoldfastTrainer
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -36,10 +36,7 @@ def live(life: job.Life) -> list[float]:
         train_sampling_strategy="sequential", report_to=[], disable_tqdm=True, use_cpu=True,
         auto_find_batch_size=life.how.endswith("auto_find_batch_size"),
     )  # fmt: skip
-    callbacks = [
-        _OnStep(lambda step: job.step_was_made(life, step)),
-        *([HoldfastCallback()] if life.how == "callback" else []),
-    ]
+    callbacks = [_OnStep(lambda step: job.step_was_made(life, step))]
     kind = HoldfastTrainer if life.how == "full" else Trainer
     policy = {"holdfast_policy": {"recompute": False}} if life.how == "full" else {}
     model = job.Decoder(life)
@@ -47,8 +44,7 @@ def live(life: job.Life) -> list[float]:
     if life.fault == "killed while saving" and life.first:
         job.die_in(torch, "save", 6)  # four in a checkpoint: this is the optimizer of the second, after its weights
     found = any(life.folder.glob("checkpoint-*/trainer_state.json"))
-    newest_or_good = last_good_checkpoint(life.folder) if life.how == "callback" and found else found
-    trainer.train(resume_from_checkpoint=newest_or_good or None)
+    trainer.train(resume_from_checkpoint=found or None)
     if trainer.state.global_step < life.steps:
         raise SystemExit("stopped")
     return job.ended(model)
@@ -68,12 +64,11 @@ def timed(how: job.How, folder: Path, steps: int) -> list[float]:
         str(folder), per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=steps, save_steps=steps,
         logging_steps=10, report_to=[], disable_tqdm=True, use_cpu=True, save_total_limit=1,
     )  # fmt: skip
-    callbacks = [clock, *([HoldfastCallback()] if how == "callback" else [])]
     kind = HoldfastTrainer if how == "full" else Trainer
-    kind(model, arguments, train_dataset=data, callbacks=callbacks).train()
+    kind(model, arguments, train_dataset=data, callbacks=[clock]).train()
     return seconds
 
 
 _VERSION = importlib.metadata.version("transformers")
-_HOWS: tuple[job.How, ...] = ("alone", "alone, auto_find_batch_size", "callback", "full")
+_HOWS: tuple[job.How, ...] = ("alone", "alone, auto_find_batch_size", "full")
 FRAMEWORK = job.Framework(name=f"transformers {_VERSION}", hows=_HOWS, live=live, newest=newest, timed=timed)

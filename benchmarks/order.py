@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.forks import single_threaded
 from benchmarks.results_file import Result, read_options
-from holdfast.loader.order.orders import LengthBucketed, Order, Shuffled, Weighted
+from holdfast.loader.order.orders import LengthBucketed, Order, Shuffled
 
 _LENGTH, _BATCH, _SMALL_BATCH, _STRETCH = 50_000_000, 256, 32, 65_536
 
@@ -66,7 +66,6 @@ def main() -> None:
 
     orders = {
         "shuffled, of 50 million": Shuffled(_LENGTH),
-        "weighted, of 1 million": Weighted(generator.random(1_000_000)),
         "bucketed by length, of 1 million": LengthBucketed(generator.random(1_000_000)),
     }
     for name, order in orders.items():

@@ -73,11 +73,9 @@ def every_module_for_users_is_in_the_reference(site: Path) -> None:
         "holdfast.testing.FakeClock",
         "holdfast.loader.order.orders.LengthBucketed",
         "holdfast.integrations.transformers.HoldfastMixin",
-        "holdfast.integrations.transformers.callback.CallbackParts",
         "holdfast.integrations.transformers.last_good_checkpoint",
         "holdfast.integrations.accelerate.accelerate_guard",
         "holdfast.integrations.lightning.HoldfastStrategy",
-        "holdfast.integrations.lightning.HoldfastCallback",
         "holdfast.integrations.speechbrain.HoldfastMixin",
         "holdfast.chaos.digits.train",
     ):

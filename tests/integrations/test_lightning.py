@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 import holdfast
 from holdfast.core.errors import CheckpointError, NonFiniteError, PolicyError, RunDirectoryError
-from holdfast.recorder.black_box import StepMark
-from holdfast.recorder.reader import read_events, read_steps
+from holdfast.recorder.reader import read_events
 from holdfast.testing import flip_bit
 
 pytest.importorskip("lightning.pytorch")
@@ -40,7 +39,7 @@ with warnings.catch_warnings():
     from lightning.pytorch.tuner import Tuner
     from torchmetrics import MeanMetric
 
-    from holdfast.integrations.lightning import HoldfastCallback, HoldfastStrategy, VerifiedCheckpointIO
+    from holdfast.integrations.lightning import HoldfastStrategy, VerifiedCheckpointIO
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.rank_zero.LightningDeprecationWarning"),
@@ -233,21 +232,17 @@ def test_fp16_is_lightnings_own_bit_for_bit(tmp_path, init_scale, layers):
     Lightning turns ``precision="16-mixed"`` into bf16 on a CPU; given as a plugin it trains in fp16 there. A skipped
     step leaves BatchNorm and random numbers alone under holdfast only, hence other layers where one is skipped.
     """
-    ways = {"plain": {}, "guarded": {"strategy": HoldfastStrategy()}, "watched": {"callbacks": [HoldfastCallback()]}}
     found = {}
-    for name, own in ways.items():
+    for name, own in {"plain": {}, "guarded": {"strategy": HoldfastStrategy()}}.items():
         module, scaler = Unscheduled(**layers), torch.amp.GradScaler("cpu", init_scale=init_scale)
         plugin = MixedPrecision("16-mixed", "cpu", scaler)
         _, seen = fit(module, tmp_path / name, batches(), plugins=[plugin], gradient_clip_val=0.5, **own)
         found[name] = module, seen.losses
-    plain, losses = found["plain"]
+    (plain, losses), (guarded, same) = found["plain"], found["guarded"]
     assert not torch.equal(plain.head.weight, Unscheduled(**layers).head.weight)
-    for name in ("guarded", "watched"):
-        assert_same(found[name][0], plain)
-        assert found[name][1] == losses
+    assert_same(guarded, plain)
+    assert same == losses
     assert ("loss_scale_lowered" in kinds(tmp_path / "guarded")) is bool(layers)
-    marks = {step.mark for step in read_steps(tmp_path / "watched" / "holdfast" / "recorder" / "rank0")}
-    assert (StepMark.SKIPPED in marks) is bool(layers)
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -267,16 +262,6 @@ def test_a_batch_that_does_not_fit_is_cut_and_training_ends_where_it_would_have(
     assert "split" in kinds(tmp_path / "guarded")
 
 
-def test_without_holdfast_the_same_lack_of_memory_ends_training(tmp_path):
-    """Plain Lightning, and the callback, do not outlive it: the fault is real."""
-    for settings in ({}, {"callbacks": [HoldfastCallback()]}):
-        module = Small(norm=False)
-        module.fails_at = {1: 5}
-        with pytest.raises(RuntimeError, match="allocate"):
-            fit(module, tmp_path, batches(), **settings)
-    assert kinds(tmp_path)[-1] == "left_by_exception"
-
-
 def test_a_batch_with_nan_leaves_no_trace_and_the_schedule_waits(tmp_path):
     """Weights, BatchNorm and rates are those of a training without this batch; the log keeps its NaN."""
     data = batches(7, bad=3)
@@ -292,33 +277,25 @@ def test_a_batch_with_nan_leaves_no_trace_and_the_schedule_waits(tmp_path):
 
 
 @pytest.mark.parametrize(("accumulated", "bad"), [(1, 3), (3, 3), (3, 4), (3, 5)])
-@pytest.mark.parametrize("how", ["strategy", "callback"])
-def test_a_window_with_a_batch_of_nan_leaves_no_trace(tmp_path, how, accumulated, bad):
+def test_a_window_with_a_batch_of_nan_leaves_no_trace(tmp_path, accumulated, bad):
     """Wherever in a step of three batches the NaN is, training goes on as if these three had not been there."""
     data, given = batches(9, bad=bad), {"accumulate_grad_batches": accumulated, "max_epochs": 1}
-    plain, guarded = Unscheduled(), Unscheduled()  # a schedule goes on under the callback
+    plain, guarded = Unscheduled(), Unscheduled()
     fit(plain, tmp_path / "plain", [*data[:3], *data[3 + accumulated :]], **given)
-    extra = {"strategy": HoldfastStrategy()} if how == "strategy" else {"callbacks": [HoldfastCallback()]}
-    fit(guarded, tmp_path / "guarded", data, **given, **extra)
+    fit(guarded, tmp_path / "guarded", data, **given, strategy=HoldfastStrategy())
     assert_same(guarded, plain)
     assert "skip_step" in kinds(tmp_path / "guarded")
 
 
-@pytest.mark.parametrize("made", [HoldfastStrategy, HoldfastCallback])
-def test_nan_that_persists_ends_training_with_a_reason(tmp_path, made):
+def test_nan_that_persists_ends_training_with_a_reason(tmp_path):
     """After the patience of the policy training ends with H501, and the run directory is free again."""
-
-    def given() -> dict[str, Any]:
-        policy = {"nonfinite_patience": 2}
-        return {"strategy": made(policy)} if made is HoldfastStrategy else {"callbacks": [made(policy)]}
-
     with pytest.raises(NonFiniteError, match="H501"):
-        fit(Small(), tmp_path, [(x * math.nan, y) for x, y in batches()], **given())
-    fit(Small(), tmp_path, batches(2), **given())
+        bad = [(x * math.nan, y) for x, y in batches()]
+        fit(Small(), tmp_path, bad, strategy=HoldfastStrategy({"nonfinite_patience": 2}))
+    fit(Small(), tmp_path, batches(2), strategy=HoldfastStrategy({"nonfinite_patience": 2}))
 
 
-@pytest.mark.parametrize("how", ["strategy", "callback"])
-def test_sigterm_ends_training_after_the_batch_with_a_checkpoint(tmp_path, how):
+def test_sigterm_ends_training_after_the_batch_with_a_checkpoint(tmp_path):
     """The batch that is under way is finished, and what is saved then verifies and holds the step."""
 
     class Ends(Callback):
@@ -326,10 +303,8 @@ def test_sigterm_ends_training_after_the_batch_with_a_checkpoint(tmp_path, how):
             if trainer.global_step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    extra = {"strategy": HoldfastStrategy()} if how == "strategy" else {}
-    callbacks = [Ends(), *([] if how == "strategy" else [HoldfastCallback()])]
     with pytest.raises(SystemExit):
-        fit(Small(), tmp_path, batches(), callbacks=callbacks, **extra)
+        fit(Small(), tmp_path, batches(), callbacks=[Ends()], strategy=HoldfastStrategy())
     found = VerifiedCheckpointIO().load_checkpoint(tmp_path / "checkpoints" / "stopped-step=5.ckpt")
     assert found["global_step"] == 5
 
@@ -501,17 +476,6 @@ def test_no_epoch_is_left_out_or_repeated_after_a_checkpoint_at_the_end_of_one(t
     assert rest.batches == whole.batches[5:]
 
 
-def test_what_a_test_loads_is_not_taken_up_by_a_later_fit(tmp_path):
-    """``test(ckpt_path=...)`` takes weights from a checkpoint, and a ``fit`` afterwards nothing else from it."""
-    newest = str(_saved(tmp_path, strategy=HoldfastStrategy())[-1])
-    module, strategy = Small(), HoldfastStrategy()
-    module.test_step = lambda batch, batch_idx: None
-    trainer = pl.Trainer(**quiet(tmp_path / "later"), strategy=strategy)
-    trainer.test(module, as_loader(batches(1)), ckpt_path=newest, verbose=False)
-    trainer.fit(module, as_loader(batches(1)))
-    assert "resumed" not in kinds(tmp_path / "later")
-
-
 def test_the_tuner_leaves_no_file(tmp_path):
     """What ``lr_find`` saves to go back to is removed, although it is the only file that verifies."""
     module = Unscheduled()
@@ -527,17 +491,12 @@ def _saved(tmp_path: Path, **given: Any) -> list[Path]:
     return sorted((tmp_path / "saved").glob("*.ckpt"))
 
 
-@pytest.mark.parametrize("how", ["strategy", "callback"])
-def test_a_checkpoint_with_a_flipped_bit_is_not_loaded_but_the_one_before(tmp_path, how):
+def test_a_checkpoint_with_a_flipped_bit_is_not_loaded_but_the_one_before(tmp_path):
     """The flipped bit is found, training goes on from the newest file that verifies, and if none does it says so."""
-    extra = {"strategy": HoldfastStrategy()} if how == "strategy" else {}
-    callbacks = [] if how == "strategy" else [HoldfastCallback()]
-    saves = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    fit(Small(), tmp_path, batches(), max_epochs=1, enable_checkpointing=True, callbacks=[saves, *callbacks], **extra)
-    second, third, fourth = sorted((tmp_path / "saved").glob("*.ckpt"))
+    second, third, fourth = _saved(tmp_path, strategy=HoldfastStrategy())
     flip_bit(fourth, 8 * 3000)
-    extra = {"strategy": HoldfastStrategy()} if how == "strategy" else {"callbacks": [HoldfastCallback()]}
-    trainer, seen = fit(Small(), tmp_path, batches(), max_epochs=1, ckpt_path=str(fourth), **extra)
+    given = {"max_epochs": 1, "ckpt_path": str(fourth), "strategy": HoldfastStrategy()}
+    trainer, seen = fit(Small(), tmp_path, batches(), **given)
     assert len(seen.losses) == 3  # of seven, from step 4
     assert trainer.global_step == 7
     for path in (second, third):
@@ -640,16 +599,3 @@ def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_traini
     for strategy in ("holdfast", HoldfastStrategy()):
         with pytest.raises(PolicyError, match="H108"):
             pl.Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False)
-
-
-def test_the_trainer_settles_device_and_plugins(tmp_path):
-    """The device is that of the trainer's arguments, and its checkpoint plugin is used."""
-    strategy = HoldfastStrategy()
-    strategy.parallel_devices = [torch.device("cuda", 1)]  # as Lightning says it, for devices=[1]
-    assert strategy.root_device == torch.device("cuda", 1)
-    files = VerifiedCheckpointIO()
-    trainer = pl.Trainer(
-        strategy=strategy, plugins=[files], accelerator="cpu", logger=False, default_root_dir=tmp_path
-    )
-    assert trainer.strategy.root_device.type == "cpu"
-    assert trainer.strategy.checkpoint_io is files

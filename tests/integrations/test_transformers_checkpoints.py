@@ -143,27 +143,23 @@ def test_a_path_falls_back_and_what_is_lost_is_said(tmp_path: Path) -> None:
         guarded(tmp_path).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("by", ["the mixin", "the callback"])
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_lost_checkpoints_are_no_silent_new_start(by: str, elsewhere: bool, tmp_path: Path) -> None:
+def test_lost_checkpoints_are_no_silent_new_start(elsewhere: bool, tmp_path: Path) -> None:
     """Where a run has saved and nothing is found, or its folder is out of reach, asking for the newest is an H312."""
-    from holdfast.integrations.transformers import HoldfastCallback, last_good_checkpoint
+    from holdfast.integrations.transformers import HoldfastTrainer, last_good_checkpoint
 
     output, run_dir = tmp_path / "output", tmp_path / "run" if elsewhere else tmp_path / "output" / "holdfast"
     settings = SAVING | {"max_steps": 4}
-    if by == "the mixin":
-        trainer = make_trainer(_mixed(), output, make_gpt2(), samples(20), holdfast_run_dir=str(run_dir), **settings)
-    else:
-        calls = [HoldfastCallback(holdfast_run_dir=str(run_dir))]
-        trainer = make_trainer(transformers.Trainer, output, make_gpt2(), samples(20), callbacks=calls, **settings)
+    trainer = make_trainer(
+        HoldfastTrainer, output, make_gpt2(), samples(20), holdfast_run_dir=str(run_dir), **settings
+    )
     trainer.train()
     for folder in output.glob("checkpoint-*"):
         folder.rename(tmp_path / folder.name)
     with pytest.raises(CheckpointError, match="H312"):
         last_good_checkpoint(output, run_dir)
-    if by == "the mixin":
-        with pytest.raises(CheckpointError, match="H312"):
-            trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointError, match="H312"):
+        trainer.train(resume_from_checkpoint=True)
     if elsewhere:
         output.rename(tmp_path / "moved")
         output.symlink_to(tmp_path / "not mounted")
@@ -173,13 +169,6 @@ def test_lost_checkpoints_are_no_silent_new_start(by: str, elsewhere: bool, tmp_
         (tmp_path / "moved").rename(output)
     trainer.train()  # anew, as it is asked for
     assert last_good_checkpoint(output, run_dir) == str(output / "checkpoint-4")
-
-
-def _mixed() -> type:
-    from holdfast.integrations.transformers import HoldfastTrainer
-
-    found: type = HoldfastTrainer
-    return found
 
 
 def test_a_save_that_fails_does_not_end_training(tmp_path: Path, undisturbed: str) -> None:
@@ -332,38 +321,18 @@ def test_a_checkpoint_that_is_there_is_not_written_again_at_the_end(
     assert saved == [f"checkpoint-{step}" for step in steps]
 
 
-@pytest.mark.parametrize("with_callback", [False, True])
-def test_a_best_model_that_was_damaged_is_not_loaded(tmp_path: Path, with_callback: bool) -> None:
+def test_a_best_model_that_was_damaged_is_not_loaded(tmp_path: Path) -> None:
     """One flipped bit in the weights of the best checkpoint is an error, and not the result of the training."""
-    from holdfast.integrations.transformers import HoldfastCallback, HoldfastTrainer
 
     def hurt(_: Any) -> None:
         weights = tmp_path / "checkpoint-2" / "model.safetensors"
         flip_bit(weights, 8 * weights.stat().st_size - 3)
 
-    settings: dict[str, Any] = SAVING | EVALUATED | {"load_best_model_at_end": True, "learning_rate": 3.0}
-    kind, more = (transformers.Trainer, [HoldfastCallback()]) if with_callback else (HoldfastTrainer, [])
-    trainer = make_trainer(kind, tmp_path, make_gpt2(), samples(20), callbacks=[At(7, hurt), *more], **settings)
+    settings: dict[str, Any] = EVALUATED | {"load_best_model_at_end": True, "learning_rate": 3.0}
+    trainer = guarded(tmp_path, callbacks=[At(7, hurt)], **settings)
     with pytest.raises(CheckpointError, match="checkpoint-2"):
         trainer.train()
     assert trainer.state.best_global_step == 2
-
-
-def test_a_checkpoint_can_be_saved_by_hand_after_training(tmp_path: Path) -> None:
-    """``_save_checkpoint`` outside of a training saves and seals, as the Trainer's own does."""
-    trainer = guarded(tmp_path, save_strategy="no")
-    trainer.train()
-    trainer._save_checkpoint(trainer.model, trial=None)
-    verify(tmp_path / "checkpoint-8")
-
-
-def test_steps_are_counted_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: Path) -> None:
-    """What is recorded bears the Trainer's numbers of steps."""
-    make_trainer(transformers.Trainer, tmp_path, make_gpt2(), samples(20), **(SAVING | {"max_steps": 4})).train()
-    told: list[int] = []
-    trainer = guarded(tmp_path, callbacks=[At(5, lambda _: told.append(trainer.holdfast_guard.global_step))])
-    trainer.train(resume_from_checkpoint=True)
-    assert told == [5]
 
 
 def test_a_training_that_could_save_nothing_says_so_at_its_end(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ class Guard:
         try:
             names = self._parts.optimizer_names(optimizer)
             self._ready()
-            return self._steps.step(batch, loss_fn, names, split=split, stop_requested=self._stop.reason is not None)
+            return self._steps.step(batch, loss_fn, names, split=split)
         except BaseException as error:
             self._record.left_by(error)
             raise

@@ -85,10 +85,10 @@ def _check_order(dataset: Any, given: dict[str, Any]) -> None:
     )
     if isinstance(sampler, Order) and isinstance(dataset, Sized):
         _need(
-            sampler.samples == len(dataset),
-            f"{type(sampler).__name__} of {sampler.samples} samples with a dataset of {len(dataset)}",
+            len(sampler) == len(dataset),
+            f"{type(sampler).__name__} of {len(sampler)} samples with a dataset of {len(dataset)}",
             "some would never come, or are not there",
-            "make it for this dataset: one length or weight for each sample.",
+            "make it for this dataset: one length for each sample.",
         )
 
 
@@ -185,8 +185,7 @@ def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repea
         own is None or not named or ranks[1] == 1,
         f"rank={ranks[0]}, world_size={ranks[1]} with {type(own).__name__}",
         "a sampler of your own says itself what a rank gets",
-        "let it divide by ranks and leave rank= and world_size= out, or pass an order of holdfast, such as "
-        "shuffle=True or Weighted, which the loader divides.",
+        "let it divide by ranks and leave rank= and world_size= out, or pass shuffle=True, which the loader divides.",
     )
     order: Any
     if batch_sampler is not None:

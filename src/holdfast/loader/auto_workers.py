@@ -3,8 +3,8 @@
     0 workers -> 1 -> 2 -> 4 ...    each number makes a few batches of the running epoch, which are trained on
 
 A number is taken if it shortens the wait for a batch by a tenth of the loop's time at least; the first beyond one
-worker that does not ends the search, and so does a wait that is no longer worth it. Processors, shared memory and
-descriptors bound it.
+worker that does not ends the search, and so does a wait that is no longer worth it. Processors and shared memory
+bound it.
 Once chosen, the number stays. Where an epoch ends first, the best number so far is taken: workers that are started
 anew in each epoch would not pay.
 """

@@ -11,9 +11,7 @@ the host wait:
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 from collections import UserDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
@@ -79,27 +77,25 @@ def _module_of(device: torch.device) -> Any:
 
 def _target(device: torch.device | str | None) -> torch.device | None:
     """Return where to copy to, None for nowhere; H607 if it is not there."""
-    if device is None:
-        return None
     try:
-        target = torch.device(device)
+        target = None if device is None else torch.device(device)
+        if target is None or target.type == "cpu":
+            return None
+        module = _module_of(target)
+        there = module is None or not hasattr(module, "is_available") or module.is_available()
+        why = "torch finds none of this kind" if not there else ""
+        if module is not None and there and target.index is not None and target.index >= module.device_count():
+            why = f"there are {module.device_count()}, counted from 0"
     except (RuntimeError, TypeError) as error:
-        raise _no_device(device, str(error).partition("\n")[0]) from error
-    module = None if target.type == "cpu" else _module_of(target)
-    if module is not None and hasattr(module, "is_available") and not module.is_available():
-        raise _no_device(device, f"torch {torch.__version__} finds no {target.type} device on this machine")
-    if module is not None and target.index is not None and target.index >= module.device_count():
-        raise _no_device(device, f"there are {module.device_count()}, counted from 0")
-    return None if target.type == "cpu" else target
-
-
-def _no_device(device: Any, why: str) -> LoaderError:
-    return LoaderError(
-        f"device={device!r} cannot be used ({why})",
-        limit="batches are copied to it",
-        fix="pass 'cuda', 'cuda:0' or another one that torch finds, or leave it out to keep batches on the CPU.",
-        rule="H607",
-    )
+        why = str(error).partition("\n")[0]
+    if why:
+        raise LoaderError(
+            f"device={device!r} cannot be used ({why})",
+            limit="batches are copied to it",
+            fix="pass 'cuda', 'cuda:0' or another one that torch finds, or leave it out to keep batches on the CPU.",
+            rule="H607",
+        )
+    return target
 
 
 def _one_ahead(source: Iterator[Any], lane: _Lane) -> Iterator[Any]:
@@ -155,7 +151,8 @@ class _Lane:
         made: list[torch.Tensor] = []
 
         def move(value: Any) -> Any:
-            there = value.to(self._device, **_no_wait(value))
+            waits = not isinstance(value, (torch.Tensor, PackedSequence))
+            there = value.to(self._device) if waits else value.to(self._device, non_blocking=True)
             if there is not value and isinstance(there, torch.Tensor):
                 made.append(there)
             return there
@@ -183,19 +180,11 @@ class _Lane:
             self._sources.popleft()[0].synchronize()
 
 
-def _no_wait(value: Any) -> dict[str, bool]:
-    """Return the argument for a copy that the host does not wait for, if `to` has it."""
-    known = isinstance(value, (torch.Tensor, PackedSequence))
-    with contextlib.suppress(TypeError, ValueError):  # it is written in C
-        known = known or "non_blocking" in inspect.signature(value.to).parameters
-    return {"non_blocking": True} if known else {}
-
-
 def _moved(node: Any, move: Callable[[Any], Any]) -> Any:
     """Return a tree with its tensors moved; a part in which nothing moved is the same object."""
     # What has a `to` knows best how; but Hugging Face's BatchEncoding, a UserDict, would move in place.
     knows = callable(getattr(node, "to", None)) and not isinstance(node, (type, UserDict))
-    if isinstance(node, (torch.Tensor, PackedSequence)) or knows:
+    if knows:
         return move(node)
     children = children_of(node)
     if children is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,6 @@ from holdfast.core.events.run_events import Preflight
 from holdfast.core.text import size
 from holdfast.loader.splitting import tensors_in
 
-_FILES_PER_WORKER = 4  # descriptors in the parent, counted with torch 2.13: two for the queue, two for its death
-_FILES_OF_LOADER = 8  # the result queue, and torch's listener for descriptors
 _MOST_WORKERS = 64  # for one training process, however large the machine
 
 
@@ -35,24 +32,15 @@ class Machine:
 
     cpu_quota: float
     shared_memory_free_bytes: int | None = None
-    open_files: int = 0
-    open_files_limit: int | None = None
 
     @classmethod
     def here(cls) -> Machine:
         """Return the facts of the machine that this process runs on."""
-        free, files, most = None, 0, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        free = None
         with contextlib.suppress(OSError):
             found = os.statvfs("/dev/shm")  # noqa: S108 - no file is made
             free = found.f_bavail * found.f_frsize
-        with contextlib.suppress(OSError):
-            files = sum(1 for _ in Path("/proc/self/fd").iterdir())
-        return cls(
-            cpu_quota=cpu_quota(),
-            shared_memory_free_bytes=free,
-            open_files=files,
-            open_files_limit=None if most == resource.RLIM_INFINITY else most,
-        )
+        return cls(cpu_quota=cpu_quota(), shared_memory_free_bytes=free)
 
     @classmethod
     def of_this_rank(cls) -> Machine:
@@ -95,13 +83,11 @@ def _group_quotas(root: Path) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What workers would need, with batches of these bytes and tensors with memory of their own."""
+    """What workers would need, with batches of these bytes."""
 
     num_workers: int
     prefetch_factor: int = 2
     batch_bytes: int = 0
-    batch_tensors: int = 0
-    by_descriptor: bool = True
 
     @classmethod
     def of(cls, batch: Any, num_workers: int, prefetch_factor: int | None) -> Load:
@@ -111,28 +97,13 @@ class Load:
             if tensor.layout is torch.strided and not tensor.is_nested:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr() or id(tensor)] = storage.nbytes()
-        strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-        return cls(
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor or 2,
-            batch_bytes=sum(storages.values()),
-            batch_tensors=len(storages),
-            by_descriptor=strategy == "file_descriptor",
-        )
+        size_bytes = sum(storages.values())
+        return cls(num_workers=num_workers, prefetch_factor=prefetch_factor or 2, batch_bytes=size_bytes)
 
     @property
     def shared_memory_bytes(self) -> int:
         """Bytes in /dev/shm at most: all batches under way, and the one that is being trained on."""
         return (self.num_workers * self.prefetch_factor + 1) * self.batch_bytes if self.num_workers else 0
-
-    @property
-    def files(self) -> int:
-        """Descriptors in the parent at most, beyond those that are open: with one for each tensor kept."""
-        if not self.num_workers:
-            return 0
-        # The batch in use, the next one, and all that overtook it.
-        kept = self.batch_tensors * (self.num_workers * self.prefetch_factor + 2) if self.by_descriptor else 0
-        return kept + _FILES_PER_WORKER * self.num_workers + _FILES_OF_LOADER
 
 
 def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
@@ -156,17 +127,6 @@ def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
             fix="make /dev/shm larger (docker run --shm-size=8g), or lower prefetch_factor, then num_workers.",
             rule="H631",
             certain=load.batch_bytes > free,
-        )
-    left = math.inf if machine.open_files_limit is None else machine.open_files_limit - machine.open_files
-    if load.files > left:
-        yield Preflight(
-            what=f"{asked} in {load.batch_tensors} tensors: up to {load.files} descriptors, and {left} are left of "
-            f"{machine.open_files_limit} (ulimit -n)",
-            limit="each tensor that is kept holds one",
-            fix="call torch.multiprocessing.set_sharing_strategy('file_system'), raise ulimit -n, or lower "
-            "prefetch_factor, then num_workers.",
-            rule="H632",
-            certain=load.by_descriptor and load.batch_tensors > left,
         )
 
 

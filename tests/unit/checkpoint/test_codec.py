@@ -102,17 +102,6 @@ def test_a_sparse_tensor_comes_back_as_it_lay(coalesced):
     assert found.shape == tensor.shape
 
 
-def test_equal_sets_are_stored_alike() -> None:
-    """The order in which a set was filled, or that a process gives it, is not seen in what is stored."""
-    numbers = list(range(0, 4000, 8))
-    numbers_back = [*reversed(numbers)]
-    there, back = set(numbers), set(numbers_back)
-    assert list(there) != list(back)
-    assert Encoder("run").encode({"seen": there}) == Encoder("run").encode({"seen": back})
-    words = {f"word {number}" for number in range(99)}
-    assert decode(Encoder("run").encode(frozenset(words)), {}) == words
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -134,20 +123,3 @@ def test_a_dense_tensor_comes_back_as_it_lay(tensor: torch.Tensor) -> None:
     assert torch.equal(found["one"], tensor)
     tied = found["one"].data_ptr() == found["two"].data_ptr()
     assert tied is not tensor.is_conj(), "as before: a lazy conjugate is computed at each place"
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(3).expand(4, 3), torch.arange(24.0).reshape(4, 6)[:, ::2], torch.zeros(2, 0).t(), torch.ones(()),
-        torch.arange(9.0).as_strided((3, 3), (1, 1)), torch.arange(4.0).reshape(2, 2),
-    ],
-    ids=["expanded", "slice", "empty", "scalar", "overlapping", "rows"],
-)  # fmt: skip
-def test_other_tensors_come_back_row_by_row(tensor: torch.Tensor) -> None:
-    """No memory is made for the gaps of a slice, and none is shared within a tensor that overlaps itself."""
-    encoder = Encoder("run")
-    body = encoder.encode(tensor)
-    assert "stride" not in body
-    stored = {name: each.contiguous() for name, each in encoder.tensors.items()}
-    assert torch.equal(decode(body, stored), tensor)

@@ -16,7 +16,7 @@ from holdfast.checkpoint.goodput import (
     parse_failures,
     parse_seconds,
 )
-from holdfast.checkpoint.interval import START_STEPS, IntervalChooser, SaveInterval
+from holdfast.checkpoint.interval import IntervalChooser, SaveInterval
 from holdfast.core.errors import PolicyError
 
 # Save and restart in seconds: a slow store, a fast one, one in memory.
@@ -56,28 +56,6 @@ def test_the_formula_and_the_simulation_agree() -> None:
             assert played == pytest.approx(exact, rel=0.005)
             assert played == pytest.approx(exact, abs=4 * error)
     assert tried > 25
-
-
-def test_the_interval_of_the_paper_is_as_good_as_the_best_one() -> None:
-    """No interval trains for 1 % more of the time than the chosen one while failures are 10 intervals apart."""
-    for between, (save, restart) in itertools.product((2784.0, 6490.0, 11_135.0, 1e5, 2e7), _COSTS):
-        chosen = optimal_interval_seconds(save, between, restart)
-        if between > 10 * chosen:
-            best = max(
-                effective_training_time_ratio(chosen * 1.1**power, save, between, restart) for power in range(-30, 31)
-            )
-            assert effective_training_time_ratio(chosen - save, save, between, restart) > 0.99 * best
-
-
-def test_large_and_small_arguments_neither_overflow_nor_lose_digits() -> None:
-    """Far beyond the range of exp the ratio is 0, 1 or its limit, and the optimum is finite where it can be."""
-    assert effective_training_time_ratio(1e9, 60.0, 100.0, 5.0) == 0.0
-    assert effective_training_time_ratio(10.0, 1.0, 1e-300, 5.0) == 0.0
-    assert effective_training_time_ratio(100.0, 1.0, math.inf, 5.0) == pytest.approx(100 / 101)
-    assert effective_training_time_ratio(100.0, 1.0, 1e17, 5.0) == pytest.approx(100 / 101)
-    assert effective_training_time_ratio(1e-9, 0.0, 1e9, 0.0) == pytest.approx(1.0)
-    assert optimal_interval_seconds(0.0, math.inf, 1.0) == 0.0
-    assert optimal_interval_seconds(1e200, 1e200, 1.0) == pytest.approx((1 + math.sqrt(3)) * 1e200)
 
 
 def test_rates_and_durations_as_people_write_them() -> None:
@@ -154,17 +132,6 @@ def _decided(
     _Steps(chooser).make(20, step)
     chooser.save_took(stall_seconds=stall, seconds=write)
     return chooser, chooser.decide()
-
-
-def test_before_anything_is_known_the_start_is_safe() -> None:
-    """Without a measured step or save the interval is that of the Trainer, and nothing is decided."""
-    chooser = _chooser()
-    assert (chooser.steps, chooser.decide()) == (START_STEPS, None)
-    chooser.first_save_took(5.0)
-    assert chooser.decide() is None
-    untimed = _chooser()
-    _Steps(untimed).make(200, 0.1)
-    assert (untimed.steps, untimed.decide()) == (START_STEPS, None)
 
 
 def test_the_first_save_bounds_the_cost_until_one_was_measured() -> None:

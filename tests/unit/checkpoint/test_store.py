@@ -40,15 +40,6 @@ def _names(store: Store) -> list[str]:
     return sorted(path.name for path in store.directory.iterdir())
 
 
-def test_a_store_that_was_never_used_is_empty(store: Store) -> None:
-    """A missing folder holds no checkpoints, and asking, cleaning and pruning do not make it."""
-    assert store.entries() == store.damaged() == []
-    assert store.next_save_id() == 1
-    store.clean_up()
-    assert store.prune(1) == []
-    assert not store.directory.exists()
-
-
 def test_a_commit_is_one_rename(store: Store) -> None:
     """Until its commit a save is invisible; after it there is one complete directory and no draft."""
     draft, save_id = store.begin(600)

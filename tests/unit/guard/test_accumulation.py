@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,6 @@ import holdfast
 from holdfast.guard.step.passes import Passed
 from holdfast.loader.splitting import micro_batches
 
-
-def gradient_of(make_loss: Any, batch: Any, run_dir: Any, **policy: Any) -> tuple[torch.Tensor, holdfast.StepResult]:
-    """Return the gradient that a step leaves, and its result, for a model that is the same each time."""
-    torch.manual_seed(2)
-    model = nn.Linear(5, 3).double()
-    with guarded(run_dir, model, **policy) as guard:
-        result = guard.step(batch, make_loss(model))
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), result
-
-
-def masked_mean(model: nn.Module) -> Any:
-    def loss(batch: Any) -> holdfast.Loss:
-        mask = batch["mask"]
-        errors = model(batch["x"]).square().sum(dim=2) * mask
-        return holdfast.Loss(mean=errors.sum() / mask.sum().clamp(min=1), items=mask.sum())
-
-    return loss
-
-
 LENGTHS = torch.tensor([4, 0, 1, 6, 2, 0, 5, 1])
 
 
@@ -45,34 +25,6 @@ def frames_and_tokens() -> dict[str, torch.Tensor]:
         "mask": (torch.arange(6) < LENGTHS.unsqueeze(1)).double(),
         "tokens": (torch.arange(6) < LENGTHS.flip(0).unsqueeze(1)).double(),
     }
-
-
-@pytest.mark.parametrize("micro", [1, 3, 8])
-def test_ragged_batches_are_weighted_by_items_and_not_by_micro_batches(tmp_path, micro):
-    """Through the guard, gradient, loss and items are those of the whole batch, some samples of which have none."""
-    batch = frames_and_tokens()
-    whole, expected = gradient_of(masked_mean, batch, tmp_path / "a")
-    part, found = gradient_of(masked_mean, batch, tmp_path / "b", micro_batch_size=micro)
-    torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=0)
-    assert found.items == expected.items == int(LENGTHS.sum())
-
-
-def test_a_pair_says_the_same_as_a_loss(tmp_path):
-    """`(mean, items)` and `Loss(mean, items)` give the same step, with items as a number or a tensor."""
-    batch = torch.randn(6, 5, dtype=torch.float64)
-    forms = [
-        lambda mean: holdfast.Loss(mean, items=12),
-        lambda mean: (mean, 12),
-        lambda mean: (mean.reshape(1), torch.tensor([12])),
-        lambda mean: holdfast.Loss(mean=mean, items=12.0),
-    ]
-    gradients = [
-        gradient_of(lambda model, form=form: lambda x: form(model(x).square().mean()), batch, tmp_path / str(number))
-        for number, form in enumerate(forms)
-    ]
-    assert all(torch.equal(gradient, gradients[0][0]) for gradient, _ in gradients)
-    assert [result.items for _, result in gradients] == [12] * 4
 
 
 @pytest.mark.parametrize(("rate", "promise"), [(0.0, "equal up to rounding"), (0.4, "equal in distribution")])
@@ -174,20 +126,3 @@ def test_terms_that_do_not_stay_the_same_are_an_error(tmp_path, items, words):
     with pytest.raises(holdfast.HoldfastError, match="H203") as caught:
         parted(model, tmp_path, loss, frames_and_tokens(), 4)
     assert words in str(caught.value)
-
-
-def test_where_every_part_is_bad_the_step_is(tmp_path):
-    """Nothing is left out of a batch without a sound part, nor where the caller keeps bad parts: the loss is NaN."""
-    batch, model = frames_and_tokens(), nn.Linear(5, 3).double()
-
-    def loss(part: Any) -> torch.Tensor:
-        return model(part["x"]).square().mean()
-
-    for bad, drops in (([0], False), ([0, 2, 4, 6], True)):
-        batch["x"][bad] = math.nan
-        model.zero_grad()
-        passed = parted(model, tmp_path, loss, batch, 2, drops=drops)
-        assert all(p.grad.isnan().all() for p in model.parameters())
-        assert passed.loss.isnan()
-        assert passed.dropped == ()
-    assert guarded(tmp_path, model, micro_batch_size=2, check_split=False).step(batch, loss).skipped

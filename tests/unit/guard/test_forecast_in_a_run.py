@@ -9,7 +9,7 @@ import torch
 from tests.unit.guard.guarded import the_event
 from torch import nn
 
-from holdfast import Guard, Policy, PolicyError
+from holdfast import Guard
 
 
 def _model() -> nn.Sequential:
@@ -43,12 +43,6 @@ def test_named_modules_are_recomputed_from_the_first_step_on_and_nothing_changes
     assert guard.statistics().recompute
 
 
-def test_a_name_of_no_module_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    """The error proposes the nearest names."""
-    with pytest.raises(PolicyError, match=r"recompute names '0\.00'"):
-        _guard(_model(), tmp_path, recompute=["0.00"])
-
-
 def test_a_policy_from_a_plan_starts_with_its_size(tmp_path: Path) -> None:
     """YAML as `holdfast plan --out` writes it gives a run that starts with the size that was forecast."""
     file = tmp_path / "plan.yaml"
@@ -59,12 +53,6 @@ def test_a_policy_from_a_plan_starts_with_its_size(tmp_path: Path) -> None:
     model = _model()
     guard = _guard(model, tmp_path / "run", policy=file)
     assert (guard.policy.recompute, guard.statistics().micro_batch_size) == (("0", "1"), 2)
-
-
-def test_a_forecast_excludes_a_size_that_is_given() -> None:
-    """Two sizes contradict each other."""
-    with pytest.raises(PolicyError, match="a size that is given is not forecast"):
-        Policy(micro_batch_size=4, forecast_micro_batch_size=8)
 
 
 def test_the_forecast_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

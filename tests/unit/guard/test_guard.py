@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from itertools import product
@@ -15,7 +14,6 @@ from tests.unit.guard.guarded import guarded, kinds_of, square_of
 from torch import nn
 
 import holdfast
-from holdfast.guard.ranks import Vote
 from holdfast.testing import FakeClock
 
 
@@ -272,19 +270,6 @@ def test_checkpoints_come_at_the_interval_and_the_last_ones_stay(tmp_path):
     assert guard.statistics().checkpoints_saved == 6
 
 
-def test_a_loop_of_the_callers_own_is_saved_and_resumed_too(tmp_path):
-    """Without `batches` the guard saves where it is due, and the next one has weights and step count back."""
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
-    for _ in range(5):
-        guard.step(torch.randn(4, 4), loss_of(parts["model"]))
-    guard.close()
-    again_parts = make_parts()
-    again = holdfast.Guard(tmp_path, save_interval_steps=2, **again_parts)
-    assert again.global_step == 5
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(parts), tensors_of(again_parts), strict=True))
-
-
 @pytest.mark.parametrize("patience", [1, 2])
 def test_nan_is_skipped_then_rolled_back_then_ends_the_run(tmp_path, patience):
     """Remedies come in the policy's order, and good steps before the place of the failure do not start it anew."""
@@ -374,23 +359,6 @@ def test_results_and_events_can_be_read(tmp_path):
     assert guard.statistics().steps == 1
 
 
-def test_a_vote_of_another_rank_skips_the_step_here_too(tmp_path):
-    """The seam for many ranks: what all ranks agree on decides, and every vote carries the number of its step."""
-    votes: list[Vote] = []
-
-    class AnotherRankSawNaN:  # a stand-in: several ranks are not supported yet
-        def agree(self, vote: Vote) -> Vote:
-            votes.append(vote)
-            return dataclasses.replace(vote, nonfinite=len(votes) == 2)
-
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=None, **parts)
-    guard._engine._ranks = AnotherRankSawNaN()
-    skipped = [guard.step(torch.randn(4, 4), loss_of(parts["model"])).skipped for _ in range(3)]
-    assert skipped == [False, True, False]
-    assert [vote.step_id for vote in votes] == [1, 2, 3]
-
-
 def test_infinite_buffers_that_are_meant_do_not_stop_a_save(tmp_path):
     """A mask of -inf or a minimum that starts at inf is no reason to call a run unhealthy."""
 
@@ -477,26 +445,6 @@ def test_a_dropped_part_is_named_at_resume(tmp_path):
         parts = {key: value for key, value in make_parts().items() if key != name}
         with pytest.raises(holdfast.CheckpointError, match=f"{name} .*missing now"):
             holdfast.Guard(tmp_path, **parts)
-
-
-def test_a_scheduler_may_be_named_like_its_optimizer(tmp_path):
-    """The documented dict of schedulers by optimizer name resumes, and another optimizer class is still noticed."""
-
-    def make(kind: Any) -> dict[str, Any]:
-        model = nn.Linear(4, 1)
-        optimizer = kind(model.parameters(), lr=0.1)
-        return {
-            "model": {"g": model},
-            "optimizer": {"g": optimizer},
-            "scheduler": {"g": torch.optim.lr_scheduler.StepLR(optimizer, 1)},
-        }
-
-    parts = make(torch.optim.SGD)
-    with holdfast.Guard(tmp_path, **parts) as guard:
-        guard.step(torch.randn(4, 4), loss_of(parts["model"]["g"]))
-    holdfast.Guard(tmp_path, **make(torch.optim.SGD)).close()
-    with pytest.raises(holdfast.CheckpointError, match="optimizer 'g' was a SGD and is a Adam"):
-        holdfast.Guard(tmp_path, **make(torch.optim.Adam))
 
 
 def test_a_lock_that_was_lost_is_noticed_before_a_save(tmp_path):

@@ -177,20 +177,6 @@ def test_what_makes_a_new_function_and_what_does_not():
         assert "0x" not in found
 
 
-def test_texts_that_change_all_the_time_make_no_new_functions_for_ever(tmp_path):
-    """A loss function that is bound to the name of each batch is not tried out for ever."""
-    model, tries = nn.Linear(3, 1), []
-    guard = guarded(tmp_path, model, diagnose=False)
-
-    def loss(x: torch.Tensor, name: str) -> torch.Tensor:
-        return model(x).square().mean()
-
-    for number in range(80):
-        guard.step(torch.randn(4, 3), functools.partial(loss, name=f"batch {number}"))
-    tries = events(guard, "promises")
-    assert len(tries) <= 65
-
-
 # --- what one leaves behind -----------------------------------------------------------------------------------------
 
 

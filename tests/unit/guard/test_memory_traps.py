@@ -416,14 +416,6 @@ def test_a_rest_of_one_sample_is_not_given_to_batch_norm(tmp_path):
     assert sizes == [2, 3]
 
 
-def test_splitting_switched_off_is_what_the_error_says(tmp_path):
-    """With `micro_batch_size=None` the error names the switch, not a batch of one sample."""
-    model = nn.Linear(6, 1)
-    with pytest.raises(holdfast.OutOfMemoryError, match="micro_batch_size=None turns splitting off") as caught:
-        guarded(tmp_path, model, micro_batch_size=None).step(torch.randn(8, 6), failing_above(0, square_of(model)))
-    assert "a batch of 8 samples" in str(caught.value)
-
-
 def test_a_buffer_that_a_split_would_move_twice_is_found_before_the_first_step(tmp_path):
     """A codebook that each forward pass updates refuses a micro-batch size before anything was trained."""
 

@@ -43,11 +43,6 @@ def test_a_run_is_saved_after_seconds_and_never_loses_more_than_about_half(drive
     assert len(steps) <= 5
 
 
-def test_a_young_run_is_not_held_up_by_saves_that_cost_much(tmp_path):
-    """The first comes after ten times of what it takes."""
-    assert 85 <= saved_steps(tmp_path, 200, costs=1.0)[1] <= 110
-
-
 def test_the_most_minutes_between_saves_are_kept_with_any_interval(tmp_path):
     """save_interval_minutes is an upper limit beside a number of steps, and needs saves that are not switched off."""
     fields = {"save_interval_steps": 1000, "save_interval_minutes": 0.95 / 60}

@@ -192,18 +192,6 @@ def test_what_torch_saves_holds_the_factor_and_older_state_takes_it_back(name):
     close(run.steps(10), plain.steps(10), 0.5)
 
 
-@pytest.mark.parametrize("name", ["StepLR", "OneCycleLR", "ReduceLROnPlateau", "ChainedScheduler, nested"])
-def test_a_learning_rate_that_is_a_tensor_is_multiplied_in_place(name):
-    """A captured optimizer step reads one tensor for ever, so this very tensor gets the new rate."""
-    plain, scaled = Run(name, as_tensor=True), Run(name, as_tensor=True)
-    tensors = [group["lr"] for group in scaled.optimizer.param_groups]
-    plain.steps(3)
-    scaled.steps(3)
-    scaled.scale(0.3)
-    close(scaled.steps(12), plain.steps(12), 0.3)
-    assert all(a is group["lr"] for a, group in zip(tensors, scaled.optimizer.param_groups, strict=True))
-
-
 def test_a_skipped_step_advances_nothing_and_others_go_on():
     """Only the schedule of the optimizer that moved counts; two schedulers of one optimizer both do."""
     a, b = Run("StepLR"), Run("StepLR")
@@ -218,18 +206,6 @@ def test_a_skipped_step_advances_nothing_and_others_go_on():
     assert [each.last_epoch for each in schedulers.values()] == [0, 0, 0]
     advance(schedulers, optimizers, ["b"])
     assert [each.last_epoch for each in schedulers.values()] == [0, 1, 1]
-
-
-def test_rates_of_an_optimizer_with_several_or_no_schedulers_are_multiplied_once():
-    """Two schedulers share one optimizer and one of them is nested in another: no rate is multiplied twice."""
-    run = Run("StepLR")
-    inner = run.schedulers["scheduler"]
-    run.schedulers |= {"outer": lr_scheduler.ChainedScheduler([inner])}
-    bare = Adam([torch.nn.Parameter(torch.ones(1))], lr=0.4)
-    scale(run.schedulers, {"optimizer": run.optimizer, "bare": bare}, 0.5)
-    assert run.rates() == [0.05, 0.01]
-    assert inner.base_lrs == [0.05, 0.01]
-    assert bare.param_groups[0]["lr"] == 0.2
 
 
 def test_only_schedulers_that_need_a_metric_are_told_one_and_those_that_cut_are_named():
@@ -280,15 +256,3 @@ class Wrapped(Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         return self.inner.step(closure)
-
-
-def test_a_scheduler_of_a_wrapper_is_that_of_the_optimizer_inside() -> None:
-    """A schedule that was made on a wrapper is advanced with the inner optimizer, and its rates are scaled once."""
-    inner = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    scheduler = lr_scheduler.ExponentialLR(Wrapped(inner), gamma=0.5)
-    inner.step()
-    scheduler.optimizer.step()
-    advance({"s": scheduler}, {"o": inner}, ["o"])
-    assert inner.param_groups[0]["lr"] == pytest.approx(0.05)
-    scale({"s": scheduler}, {"o": inner}, 0.1)
-    assert inner.param_groups[0]["lr"] == pytest.approx(0.005)

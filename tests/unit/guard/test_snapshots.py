@@ -41,20 +41,6 @@ def test_a_copy_that_fails_is_tried_again_and_costs_none_that_is_there() -> None
     assert not kept.is_due(1000)
 
 
-def test_the_newest_copy_from_before_a_step_is_chosen() -> None:
-    """Two copies are kept; one from after the first sign of trouble is passed over, and dropped on the return."""
-    kept = snapshots(10)
-    for step in (10, 20, 30):
-        kept.keep(step, {"step": step})
-    found = kept.newest(before_step=29)
-    assert found is not None
-    assert found.global_step == 20
-    kept.returned_to(20)
-    assert kept.newest(before_step=100) is found
-    kept.distrust(found)
-    assert kept.newest(before_step=100) is None
-
-
 def test_a_state_that_takes_too_much_of_the_memory_is_not_copied() -> None:
     """What would take more than a quarter of the available memory is left alone, and not asked for again."""
     state = {"weight": torch.zeros(1000)}
@@ -62,20 +48,3 @@ def test_a_state_that_takes_too_much_of_the_memory_is_not_copied() -> None:
     tight = snapshots(available=15000)
     assert not tight.keep(10, state)
     assert not tight.is_due(20)
-
-
-def test_copies_that_cost_too_much_time_are_made_less_often() -> None:
-    """A copy that takes more than 1 % of the time since the last one doubles the interval."""
-
-    class SlowClock(FakeClock):
-        def monotonic_seconds(self) -> float:
-            self.advance(1.0)
-            return super().monotonic_seconds()
-
-    kept = snapshots(10, clock=SlowClock())
-    kept.keep(10, {})
-    assert not kept.is_due(19)
-    assert kept.is_due(20)
-    kept.keep(20, {})
-    assert not kept.is_due(39)
-    assert kept.is_due(40)

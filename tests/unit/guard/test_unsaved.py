@@ -211,19 +211,6 @@ def test_in_the_middle_of_an_epoch_the_random_state_is_that_of_the_batch(tmp_pat
     assert went_on.facts() == expected.facts()
 
 
-def test_changes_take_no_older_step_away(tmp_path: Path) -> None:
-    """Else a rollback, or damage to the newest, would find no other state after a few of them."""
-    process = Process(tmp_path, keep_latest_k=2)
-    process.epoch(1, validate=False)
-    process.epoch(2, validate=False)
-    steps = [entry.global_step for entry in process.store.entries()]
-    assert len(set(steps)) == 2
-    for number in (1, 2, 3):
-        change_rate(process, number)
-        process.guard.close()
-        assert [entry.global_step for entry in process.store.entries()] == steps
-
-
 def test_what_is_done_with_half_of_a_batch_is_not_saved(tmp_path: Path) -> None:
     """An error before the step, with ``close()`` in a ``finally``: the next process gets that batch anew."""
     process = Process(tmp_path)

@@ -153,28 +153,6 @@ def test_of_what_is_equal_the_plainest_is_kept_until_a_batch_tells_them_apart(tm
     torch.testing.assert_close(found, torch.cat([p.grad.flatten() for p in model.parameters()]), rtol=1e-12, atol=0)
 
 
-def test_half_precision_finds_the_weighting_too(tmp_path):
-    """Under bf16 autocast the gradients of weights are really compared, not lost in autocast's cache."""
-    torch.manual_seed(2)
-    for number, (loss_of, weighting) in enumerate(
-        [(lambda loss: loss, "valid labels of batch[1] (not -100)"), (lambda loss: loss.square(), None)]
-    ):
-        model = nn.Linear(5, 3)
-        model.register_buffer("constant", torch.ones(1))  # so that a pass without a graph comes first
-        guard = guarded(tmp_path / str(number), model, precision="bf16")
-
-        def loss(batch: Any, model: Model = model, loss_of: Any = loss_of) -> torch.Tensor:
-            return loss_of(F.cross_entropy(model(batch[0]).float().mT, batch[1]))
-
-        guard.step((X.float(), Y), loss)
-        (said,) = [event.data for event in guard.events() if event.kind == "promises"]
-        assert said["split_check"]["difference"] > 0
-        if weighting is None:
-            assert said["split_check"]["outcome"] == "coupled"
-        else:
-            assert said["weighting"] == weighting
-
-
 @pytest.mark.parametrize(
     "leaf",
     [

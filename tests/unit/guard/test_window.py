@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from holdfast import BatchError, Guard, Loss, TwoPass
+from holdfast import Guard, Loss
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.splitting.window import Window
 
@@ -88,14 +87,6 @@ def test_a_bad_sample_of_a_window_is_left_out(tmp_path: Path) -> None:
     assert torch.allclose(whole, found, atol=1e-6)
     assert results[0].dropped_samples == (6,)
     assert seen[-1] == [4, 3, 3]
-
-
-def test_what_a_window_cannot_be_used_for(tmp_path: Path) -> None:
-    """A loss that declares items cannot be added, and one that compares samples takes one batch."""
-    with pytest.raises(BatchError, match="H203"):
-        trained(tmp_path / "a", Window(BATCHES, added=True), declared)
-    with pytest.raises(BatchError, match="H203"):
-        trained(tmp_path / "b", Window(BATCHES), lambda model: TwoPass(model, lambda out, _: F.relu(out).std()))
 
 
 def test_a_hosted_guard_carries_its_state_and_ends_no_process(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.features.cache import FeatureCache
-from holdfast.loader.features.files import Draft
 from holdfast.testing import flip_bit
 
 VALUES: list[Any] = [  # what tests/property/test_feature_cache.py does not make
@@ -104,15 +102,6 @@ def test_a_build_leaves_the_random_state_alone(tmp_path):
     after = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
-
-
-def test_any_hdf5_tool_can_look_into_it(tmp_path):
-    """The finished file is plain HDF5: items, an index of their places, and what they were made from."""
-    build(VALUES, identity, tmp_path / "f.h5").close()
-    with h5py.File(tmp_path / "f.h5") as file:
-        begin, end = file["index"][0, :2]
-        assert VALUES[0].numpy().tobytes() in file["data"][begin:end].tobytes()
-        assert b"length of the dataset" in file["about"][:].tobytes()
 
 
 def test_a_finished_cache_is_not_computed_again(tmp_path):
@@ -259,37 +248,3 @@ def test_arguments_that_cannot_be_used_are_clear_errors(tmp_path, change, named)
     with pytest.raises(LoaderError, match=named) as caught:
         build(**{"dataset": [1], "fn": identity, "path": tmp_path / "f.h5", **change})
     assert caught.value.rule == "H625"
-
-
-def test_without_h5py_the_error_names_the_extra(tmp_path, monkeypatch):
-    """Who has not installed h5py is told how."""
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(LoaderError, match=r"pip install 'holdfast\[features\]'"):
-        build([1], identity, tmp_path / "f.h5")
-
-
-def test_the_progress_is_shown_on_stderr(tmp_path, capfd):
-    """The bar names the file and ends with all items; stdout stays clean."""
-    build(range(12), identity, tmp_path / "f.h5", progress=True)
-    captured = capfd.readouterr()
-    assert "f.h5" in captured.err
-    assert "100%" in captured.err
-    assert not captured.out
-
-
-@pytest.mark.parametrize("at", ["_write_twin", "fsync", "rename"])
-def test_a_build_that_is_stopped_while_it_is_finished_can_be_finished_later(tmp_path, monkeypatch, at):
-    """With the structure half written around the items, nothing is lost and the file is the same."""
-    build(range(20), noisy, tmp_path / "whole.h5").close()
-
-    def refuse(*_: Any) -> None:
-        raise (RuntimeError if at == "_write_twin" else OSError)(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr({"_write_twin": Draft, "fsync": os, "rename": Path}[at], at, refuse)
-        with pytest.raises(LoaderError, match="No space left on device") as caught:
-            build(range(20), noisy, tmp_path / "f.h5")
-    assert caught.value.rule == "H624"
-    assert not (tmp_path / "f.h5").exists()
-    build(range(20), noisy, tmp_path / "f.h5").close()
-    assert (tmp_path / "f.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()

@@ -146,16 +146,6 @@ def test_workers_give_the_same_samples_and_augmentation() -> None:
     assert all(_same(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_the_position_counts_what_was_handed_out_not_what_workers_fetched() -> None:
-    """Batches that workers have ready are not counted, so none is lost at a restart."""
-    loader = DataLoader(Samples(40, noise), batch_size=4, num_workers=2, prefetch_factor=4, persistent_workers=True)
-    iterator = iter(loader)
-    next(iterator)
-    next(iterator)
-    assert loader.state_dict()["consumed"] == 8
-    del iterator
-
-
 def test_the_seed_of_a_generator_is_used() -> None:
     """Torch's ``generator=`` decides the order by its initial seed, also when it was drawn from since."""
     generator = torch.Generator().manual_seed(7)
@@ -180,19 +170,6 @@ def test_a_position_of_another_order_is_refused(name: str, other: Callable[[], D
         loader.load_state_dict(state)
     assert caught.value.rule == "H604"
     assert loader.state_dict()["consumed"] == 0
-
-
-def test_an_epoch_can_be_named() -> None:
-    """Whatever was handed out before, the next ``iter()`` is the whole of the epoch that was asked for."""
-    undisturbed = DataLoader(list(range(9)), batch_size=3, shuffle=True)
-    epochs = [[batch.tolist() for batch in undisturbed] for _ in range(3)]
-    for epoch in (2, 0):
-        loader = DataLoader(list(range(9)), batch_size=3, shuffle=True)
-        next(iter(loader))
-        other = DataLoader(list(range(9)), batch_size=3, shuffle=True)
-        other.load_state_dict(loader.state_at(epoch))
-        loader.go_to(epoch)
-        assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in other] == epochs[epoch]
 
 
 def test_what_is_no_position_or_no_seed_is_refused() -> None:

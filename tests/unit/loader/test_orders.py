@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.orders import (
@@ -16,7 +14,6 @@ from holdfast.loader.order.orders import (
     Order,
     Sequential,
     Shuffled,
-    Weighted,
 )
 from holdfast.loader.order.permutation import permuted
 from holdfast.loader.seeds import SampleSeeds, derive_seed, random_bits
@@ -35,30 +32,9 @@ def _padding(order: Order, batch_size: int) -> float:
     return 1 - float(batches.sum() / (batches.max(axis=1) * batch_size).sum())
 
 
-def _limit(freedom: int) -> float:
-    """Return what chi-square passes once in 30,000 times: its mean and 4 deviations (Wilson and Hilferty, 1931)."""
-    return freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
-
-
-def _chi_square(counts: list[int], expected: float) -> float:
-    return sum((count - expected) ** 2 / expected for count in counts)
-
-
-def test_the_hash_is_splitmix64() -> None:
-    """The outputs for the seed 1234567 are those that other implementations publish."""
-    assert random_bits(np.arange(5, dtype=np.uint64), 1234567).tolist() == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-
-
 def test_orders_are_the_same_on_every_machine() -> None:
     """The same promise, with seed and epoch."""
     assert Shuffled(10).indices(1, 2, 0, 10) == [6, 2, 0, 4, 9, 1, 7, 8, 3, 5]
-    assert Weighted([1, 2, 3, 0]).indices(1, 2, 0, 4) == [0, 2, 0, 0]
     assert LengthBucketed([5, 1, 4, 2, 3, 6], window=4, group=2).indices(1, 2, 0, 6) == [3, 2, 0, 5, 1, 4]
 
 
@@ -84,32 +60,11 @@ def test_permutations_have_the_statistics_of_chance(n: int) -> None:
         assert 0.6 * variance < seen.var() < 1.5 * variance
 
 
-def test_weights_are_the_frequencies() -> None:
-    """Samples are drawn in proportion to their weights, and one of weight zero never."""
-    drawn = Counter(_whole(Weighted([0, 1, 2, 0, 5, 0], num_samples=80_000)))
-    assert set(drawn) == {1, 2, 4}
-    expected = {1: 10_000, 2: 20_000, 4: 50_000}
-    assert sum((drawn[index] - count) ** 2 / count for index, count in expected.items()) < _limit(2)
-
-
-@pytest.mark.parametrize(
-    ("weights", "said"),
-    [
-        ([], "0 weights"),
-        ([0.0, 0.0], "sum of 0"),
-        ([1.0, -1.0], r"weights\[1\]=-1.0 and 0 others"),
-        ([1.0, math.nan, math.inf], r"weights\[1\]=nan and 1 others"),
-        ([1e308, 1e308], "sum of inf"),
-        ([[1.0], [2.0]], r"shape \(2, 1\)"),
-        ([[1.0], [2.0, 3.0]], "no array"),
-        (["a"], "type <U1"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_weights_without_a_meaning_are_refused(weights: list[float], said: str) -> None:
-    """Each wrong list of weights is an error that names the value, and the rule."""
-    with pytest.raises(LoaderError, match=said) as caught:
-        Weighted(weights)
+@pytest.mark.parametrize("lengths", [[1.0, -1.0], [1.0, math.nan], [[1.0], [2.0]], ["a"]])
+def test_lengths_without_a_meaning_are_refused(lengths: list[float]) -> None:
+    """What is no number for each sample, finite and at least 0, is an H605."""
+    with pytest.raises(LoaderError) as caught:
+        LengthBucketed(lengths)
     assert caught.value.rule == "H605"
 
 
@@ -127,9 +82,6 @@ def test_identities_tell_orders_apart_and_survive_json() -> None:
         Sequential(600),
         Shuffled(600),
         Shuffled(601),
-        Weighted([1.0] * 600),
-        Weighted([1.0] * 599 + [2.0]),
-        Weighted([1.0] * 600, num_samples=5),
         LengthBucketed(lengths),
         LengthBucketed(lengths[::-1]),
         LengthBucketed(lengths, window=512),
@@ -157,11 +109,3 @@ def test_the_seeds_of_samples_are_outputs_of_splitmix() -> None:
         assert seeds.all(epoch, many) == [seeds.of(epoch, index) for index in many]
         assert seeds.all(epoch, [*many, -1, 2**64]) == [seeds.of(epoch, index) for index in [*many, -1, 2**64]]
     assert SampleSeeds(0).of(3, 17) == 2563759855497273831
-
-
-def test_each_kind_of_index_has_a_seed() -> None:
-    """Numbers from arrays seed as plain ones; text and tuples, which have no number, as their own derived seeds."""
-    seeds = SampleSeeds(5)
-    assert seeds.all(0, [np.int64(3), torch.tensor(3), True]) == [seeds.of(0, 3), seeds.of(0, 3), seeds.of(0, 1)]
-    assert seeds.all(7, ["a/b", (2, "x")]) == [derive_seed(5, 7, "a/b"), derive_seed(5, 7, (2, "x"))]
-    assert 0 <= seeds.of(0, -1) < 2**63 != seeds.of(0, 0)

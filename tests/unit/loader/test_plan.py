@@ -24,29 +24,8 @@ from torch.utils.data import (
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.order.orders import Sequential, Weighted
-from holdfast.loader.order.plan import Plan
+from holdfast.loader.order.orders import Sequential
 from holdfast.loader.order.sampled import Sampled
-
-
-def test_an_entry_knows_what_is_quarantined_when_it_is_made() -> None:
-    """The set is read for each entry, so a sample that goes meanwhile is known to the entries after it."""
-    bad = {5}
-    entries = Plan(order=Sequential(60), batch_size=4).entries(0, 0, bad)
-    assert next(entries)[0].bad == (5,)
-    bad.add(17)
-    assert next(entries)[0].bad == (5, 17)
-    assert next(entries)[0].bad == (17,)
-
-
-def test_a_batch_samplers_batches_stay_as_they_are() -> None:
-    """A position counts its batches, and the batches that follow have the spares."""
-    plan = Plan(order=Sampled([[3, 1], [2], [0, 4]], 1), of_batches=True)
-    found = list(plan.entries(0, 0, ()))
-    assert [(entry.indices, after) for entry, after in found] == [((3, 1), 1), ((2,), 2), ((0, 4), 3)]
-    assert [entry.spares[:4] for entry, _ in found] == [(2, 0, 4, 3), (0, 4, 3, 1), (3, 1, 2, 0)]
-    assert [entry.indices for entry, _ in plan.entries(0, 2, ())] == [(0, 4)]
-    assert plan.steps(2) == 1
 
 
 class FromPython:
@@ -253,7 +232,7 @@ def test_ranks_are_given_for_orders_of_holdfast_only() -> None:
         assert caught.value.rule == "H607"
         assert len(DataLoader(_DATA, rank=0, world_size=1, **own))
     assert len(list(DataLoader(_DATA, sampler=divided))) == 30
-    assert len(list(DataLoader(_DATA, sampler=Weighted([1.0] * 60), rank=1, world_size=2))) == 30
+    assert len(list(DataLoader(_DATA, sampler=Sequential(60), rank=1, world_size=2))) == 30
 
 
 # --- indices that come twice ------------------------------------------------------------------------------------

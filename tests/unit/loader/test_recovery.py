@@ -8,10 +8,8 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from queue import Empty
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.unit.loader.samples import Samples, items
 from torch.utils.data import IterableDataset, get_worker_info
@@ -24,7 +22,7 @@ from holdfast.loader.workers.board import PREPARING, STARTING, Showing
 from holdfast.loader.workers.fetch import Report
 from holdfast.loader.workers.map_source import Source
 from holdfast.loader.workers.pool import WorkerSettings
-from holdfast.loader.workers.processes import LoaderQueue, UnreadableError
+from holdfast.loader.workers.processes import LoaderQueue
 from holdfast.loader.workers.recovery import WorkerRecovery
 from holdfast.loader.workers.watch import Loss
 
@@ -50,16 +48,6 @@ def test_workers_that_never_start_are_done_without() -> None:
     assert items(loader) == list(range(40))
     assert [event["workers"] for event in events] == [2, 1, 0]
     assert all(event["cause"] for event in events)
-
-
-def test_one_sample_that_asks_for_too_much_is_quarantined_at_last() -> None:
-    """One with a wrong size in it runs short without workers too, where it counts as the sample's own fault."""
-    huge = Samples(40, lambda index: np.zeros(2**50 if index == 5 else 1).size * index)
-    loader = DataLoader(huge, batch_size=4, num_workers=2)
-    events = _events(loader)
-    assert items(loader) == [6 if index == 5 else index for index in range(40)]
-    assert [event["workers"] for event in events if event["kind"] == "loader_healed"] == [1, 0]
-    assert [event["sample"] for event in events if event["kind"] == "sample_quarantined"] == [5]
 
 
 def test_the_cause_of_a_loss_between_epochs_is_told() -> None:
@@ -147,15 +135,6 @@ def test_a_sample_is_quarantined_at_its_second_strike() -> None:
     assert not _remedies([(_died(fine=True), 7), (_died(fine=True), 8)])[1]
 
 
-def test_a_worker_that_has_read_another_sample_is_a_witness_after_a_loss() -> None:
-    """Without another worker to compare with, its own work since it was started blames the sample."""
-    after, quarantined, _ = _remedies(
-        [(_died(fine=None), 7), (_died(fine=None, done=1), 7), (_died(fine=None, done=1), 7)], 1
-    )
-    assert after == [1, 1, 1]
-    assert quarantined == [(7, "killed its worker")]
-
-
 def test_if_every_worker_is_blocked_there_are_none_from_then_on() -> None:
     """Workers that hang at whatever they read blame no sample; the main process goes on."""
     after, quarantined, _ = _remedies([(_hung(fine=False), 7)] * 3)
@@ -193,19 +172,6 @@ def test_descriptors_that_run_out_are_spared() -> None:
     assert (event.before, event.now) == (before[1] - 1, before[1])
 
 
-def test_a_pinning_thread_that_dies_twice_is_done_without() -> None:
-    """Batches then come from memory that is not pinned, from as many workers."""
-    loss = Loss(cause="Pin memory thread exited unexpectedly", kind="machinery")
-    after, _, settings = _remedies([(loss, None)] * 2)
-    assert after == [4, 4]
-    assert settings.options["pin_memory"] is False
-
-
-class _Unreadable:
-    def __reduce__(self) -> Any:
-        return _raise, ()
-
-
 def _raise() -> None:
     raise ValueError("damaged")
 
@@ -221,22 +187,6 @@ def test_what_cannot_be_pickled_ends_nothing() -> None:
     assert (batch, report.number, arrived[2]) == (None, 7, "sent")
     assert report.fatal is not None
     assert "pickle" in report.fatal.text
-    queue.close()
-    queue.join_thread()
-
-
-def test_what_cannot_be_read_is_no_exception_that_torch_would_catch() -> None:
-    """It would open temporary files before it raises it anew; what follows is read."""
-    queue = LoaderQueue(ctx=multiprocessing.get_context("fork"))
-    queue.put(_Unreadable())
-    queue.put("sent")
-    with pytest.raises(UnreadableError, match="damaged") as caught:
-        queue.get(timeout=20)
-    assert isinstance(caught.value.cause, ValueError)
-    assert not isinstance(caught.value, Exception)
-    assert queue.get(timeout=20) == "sent"
-    with pytest.raises(Empty):
-        queue.get(timeout=0)
     queue.close()
     queue.join_thread()
 

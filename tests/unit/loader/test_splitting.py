@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from holdfast.core.errors import BatchError
-from holdfast.loader.splitting import batch_size, copied, fresh, micro_batches, tensors_in, versions_of
+from holdfast.loader.splitting import batch_size, micro_batches, tensors_in, versions_of
 
 
 class Pair(NamedTuple):
@@ -102,23 +102,6 @@ def test_a_batch_without_a_batch_dimension_is_refused(batch: Any) -> None:
     assert caught.value.rule == "H205"
 
 
-def test_fresh_containers_share_their_leaves(x: torch.Tensor) -> None:
-    """A loss function may pop from and append to what it is given; the batch keeps its structure and tensors."""
-    batch = {"x": x, "nested": {"y": [x, x]}, "user": UserDict(z=x), "pair": (Pair(x, x), {"a": np.zeros(2)})}
-    given = fresh(batch)
-    assert given["x"] is given["pair"][0].inputs is x
-    given["pair"][1]["a"] += 1
-    given["pair"][1]["b"] = 1
-    assert list(batch["pair"][1]) == ["a"]
-    assert batch["pair"][1]["a"].sum() == 0
-    given.pop("x")
-    given["nested"].pop("y")
-    given["user"].clear()
-    assert list(batch) == ["x", "nested", "user", "pair"]
-    assert len(batch["nested"]["y"]) == 2
-    assert batch["user"]["z"] is x
-
-
 def test_in_place_changes_are_noticed(x: torch.Tensor) -> None:
     """The counters of all tensors of a batch, also nested ones, tell a change from none."""
     with torch.inference_mode():
@@ -148,12 +131,3 @@ def test_a_split_that_does_not_fit_is_said(batch: Any, split: Any) -> None:
     """Whatever is wrong with split=, the error names the part of the batch and what may be said about it."""
     with pytest.raises(BatchError, match=r"(?s)batch\['x'\].*H204"):
         batch_size(batch, split)
-
-
-def test_a_packed_sequence_is_copied_and_watched() -> None:
-    """Its data counts as a tensor of the batch, and a copy does not share it."""
-    packed = pack_sequence([torch.ones(3), torch.ones(2)])
-    assert tensors_in({"p": packed})[0] is packed.data
-    copy = copied({"p": packed})["p"]
-    copy.data.zero_()
-    assert packed.data.all()

@@ -388,15 +388,6 @@ def test_a_stream_that_goes_on_at_its_end_is_no_error(workers: int) -> None:
         assert [batch.tolist() for batch in resumed] == expected
 
 
-def test_a_worker_without_items_is_no_error_where_another_one_has_some() -> None:
-    """So with fewer shards than workers, also if these are too few for a batch."""
-    loader = _loader(First(1, 2, 3, 4, 5), num_workers=2)
-    assert [batch.tolist() for batch in loader] == [[1, 2, 3, 4], [5]]
-    assert list(_loader(First(1, 2), num_workers=2, drop_last=True)) == []
-    with pytest.raises(LoaderError, match="First has no items"):
-        list(_loader(First(), num_workers=2))
-
-
 def test_a_rank_without_items_is_no_error_where_the_dataset_divides_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks may have some; a process by itself has none to wait for."""
     with pytest.raises(LoaderError, match="OfRank has no items"):

@@ -119,14 +119,6 @@ def test_a_worker_at_one_sample_for_too_long_is_stuck(start: Callable[..., Any])
     assert processes[1].exitcode == -signal.SIGKILL
 
 
-def test_if_all_are_stuck_none_is_fine(start: Callable[..., Any]) -> None:
-    """Where every worker is blocked, as by a lock at the fork, the sample is not the one to blame."""
-    watch, _, _ = start(_forever, _forever, limit_seconds=0.3)
-    assert _wait_for_loss(watch).others_fine is False
-    alone, _, _ = start(_forever, limit_seconds=0.3)
-    assert _wait_for_loss(alone).others_fine is None
-
-
 def test_a_timeout_is_counted_only_while_somebody_waits(start: Callable[..., Any]) -> None:
     """A long training step is no reason to replace workers; a long wait for a batch is."""
     watch, _, _ = start(_forever, _busy, timeout_seconds=0.3)
@@ -143,27 +135,6 @@ def test_nobody_busy_and_no_batch_is_a_loss(start: Callable[..., Any]) -> None:
     loss = _wait_for_loss(watch)
     assert loss.kind == "machinery"
     assert "no worker was busy" in loss.cause
-
-
-def test_slow_samples_raise_the_limit(start: Callable[..., Any]) -> None:
-    """After a sample that took long, another one may take eight times as long before it counts as stuck."""
-
-    def slow(board: Board, number: int) -> None:
-        board.of(number)[NUMBER] = 0
-        board.of(number)[PLACE] = 0
-        time.sleep(0.3)
-        board.of(number)[PLACE] = 1
-        time.sleep(1.0)
-        has_ended(board.of(number))
-        time.sleep(1e6)
-
-    watch, _, board = start(slow, limit_seconds=0.5)
-    for _ in range(400):
-        if not board.look(0).is_busy or watch.lost:
-            break
-        time.sleep(0.01)
-    assert not watch.lost
-    assert board.look(0).done == 1
 
 
 def _starts(seconds: float, place: int) -> Callable[[Board, int], None]:

@@ -69,19 +69,6 @@ def test_a_size_is_tried_again_only_after_enough_clean_steps() -> None:
     assert ladder.plan.micro_batch_size == 4
 
 
-def test_growth_ends_at_the_whole_batch_and_last_drops_recompute() -> None:
-    """From the smallest plan the way up is doubling, the whole batch, recompute off, and then nothing."""
-    ladder = _ladder(grow_after_steps=1)
-    _fail(ladder, 5, _BLOCKS)
-    ladder.decide_after_step(batch_size=8, attempts=6)
-    found = [ladder.decide_after_step(batch_size=8, attempts=1) for _ in range(5)]
-    assert [d.micro_batch_size for d in found if isinstance(d, Grow)] == [2, 4, None]
-    assert isinstance(found[3], Recompute)
-    assert found[3].modules == ()
-    assert found[4] is None
-    assert ladder.plan == Plan()
-
-
 def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:
     """The size that is known to fit comes back at once, without the retry, and the next trial is later."""
     ladder = _ladder(grow_after_steps=2)

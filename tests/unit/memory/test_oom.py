@@ -17,8 +17,8 @@ import torch
 
 from holdfast.core.errors import OutOfMemoryError
 from holdfast.memory.host_memory import available_bytes
-from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
-from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky, release_memory
+from holdfast.memory.onednn import switch_off_if_broken, switch_off_if_unsafe
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky
 from holdfast.testing import memory_limited
 
 _CPU_TEXT = (
@@ -133,16 +133,6 @@ def test_what_happened_to_be_handled_is_no_cause() -> None:
     assert find_out_of_memory(error) is None
 
 
-def test_a_circle_of_causes_ends() -> None:
-    """Two errors that name each other as cause are looked at once."""
-    first, second = ValueError("a"), ValueError("b")
-    first.__cause__, second.__cause__ = second, first
-    assert find_out_of_memory(first) is None
-    assert not is_sticky(first)
-    clear_exception_frames(first)
-    assert first.__cause__ is None
-
-
 def test_the_verdict_of_holdfast_is_no_failure_to_allocate() -> None:
     """Holdfast's own OutOfMemoryError means that all was tried, so it is not tried again."""
     verdict = OutOfMemoryError("CUDA out of memory", limit="std::bad_alloc", fix="less", rule="H401")
@@ -201,21 +191,6 @@ def test_tensors_in_the_frames_of_the_whole_chain_are_freed(by_cause: bool) -> N
     assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)
 
 
-def test_garbage_in_cycles_is_collected() -> None:
-    """Releasing memory also frees what only the garbage collector can reach."""
-    cycle: list[object] = [torch.zeros(10)]
-    cycle.append(cycle)
-    tensor = weakref.ref(cycle[0])
-    gc.disable()
-    try:
-        del cycle
-        assert tensor() is not None
-        release_memory([])
-        assert tensor() is None
-    finally:
-        gc.enable()
-
-
 def test_a_healthy_onednn_stays_on() -> None:
     """The trial neither switches oneDNN off nor draws random numbers, however often it is made."""
     before = torch.get_rng_state()
@@ -241,25 +216,6 @@ def test_it_is_switched_off_for_strided_convolutions_only(model: torch.nn.Module
         assert torch._C._get_mkldnn_enabled() is not is_unsafe
     finally:
         torch.backends.mkldnn.set_flags(True)
-
-
-@pytest.mark.parametrize(
-    ("text", "is_failure"),
-    [
-        ("could not create a primitive", True),
-        ("could not create a primitive descriptor for a convolution forward propagation primitive", True),
-        ("Could not execute a primitive", True),
-        ("could not create an engine primitive", True),
-        ("could not initialize a memory object", True),
-        ("could not create a file", False),
-        ("could not open a primitive", False),
-        ("", False),
-    ],
-)
-def test_its_texts_are_told_apart(text: str, is_failure: bool) -> None:
-    """Only the texts of oneDNN's own failures count, in any case."""
-    assert is_onednn_failure(text) is is_failure
-    assert is_onednn_failure(text.upper()) is is_failure
 
 
 def test_a_real_limit_of_this_process_counts() -> None:

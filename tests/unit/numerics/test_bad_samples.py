@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.events.event import RollBack, SkipStep, Stop
 from holdfast.numerics.bad_samples import find_bad_samples
-from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
+from holdfast.numerics.nonfinite import decide_after_nonfinite
 
 
 def counting(bad: set[int]) -> tuple[Callable[[Sequence[int]], bool], list[list[int]]]:
@@ -71,14 +71,6 @@ def test_the_answer_is_proved_by_leaving_it_out() -> None:
     assert [i for i in range(16) if i not in found] in calls
 
 
-@pytest.mark.parametrize("most_calls", [0, 1, 3])
-def test_the_limit_on_calls_holds(most_calls: int) -> None:
-    """No more questions are asked than allowed, and an unfinished search names nobody."""
-    is_bad, calls = counting({1, 30})
-    assert find_bad_samples(is_bad, 32, [], most_calls) == []
-    assert len(calls) <= most_calls
-
-
 @pytest.mark.parametrize(
     ("in_a_row", "patience", "rollbacks", "most", "kind"),
     [
@@ -106,18 +98,3 @@ def test_patience_comes_before_rollback_and_rollback_before_the_end(
     assert type(decision) is kind
     assert decision.promise == "changes training"
     assert "NaN in head" in decision.reason
-
-
-@pytest.mark.parametrize(
-    ("loss", "culprits", "count", "text"),
-    [
-        (float("nan"), [], 0, "non-finite loss (nan)"),
-        (float("-inf"), [], 0, "non-finite loss (-inf)"),
-        (2.5, ["a"], 1, "non-finite gradient (loss 2.5) in a"),
-        (2.5, ["a", "b"], 2, "non-finite gradient (loss 2.5) in a, b"),
-        (2.5, ["a", "b"], 7, "non-finite gradient (loss 2.5) in a, b and 5 more parameter(s)"),
-    ],
-)
-def test_the_description_names_what_is_known(loss: float, culprits: list[str], count: int, text: str) -> None:
-    """A bad loss is shown as it is, and bad gradients by the names of their parameters."""
-    assert describe_nonfinite(loss, culprits, count) == text

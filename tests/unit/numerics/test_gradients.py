@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, nonfinite_gradients
+from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
 
 _LOSS = torch.tensor(1.5)
 
@@ -153,30 +153,6 @@ def _weighted(weight: torch.Tensor, gradient: torch.Tensor) -> Group:
     parameter = nn.Parameter(weight)
     parameter.grad = gradient
     return Group("0", "optimizer", [parameter])
-
-
-def test_gradients_whose_norm_overflows_are_held_to_the_ratio_too() -> None:
-    """Finite fp32 gradients of 1e30 are scaled down and not multiplied by 0."""
-    groups = [_weighted(torch.ones(2, 2), torch.full((2, 2), 1e30))]
-    clip_adaptively(groups, inspect(groups, _LOSS)[1], 0.01)
-    torch.testing.assert_close(_gradients(groups)[0], torch.full((2, 2), 0.01))
-
-
-def test_sparse_gradients_are_not_clipped_adaptively() -> None:
-    """An embedding's sparse gradient has few rows of its weights, and is left alone; its norm is still returned."""
-    sparse = _weighted(torch.ones(3), torch.sparse_coo_tensor([[0, 2]], [30.0, 40.0], (3,), check_invariants=True))
-    dense = _weighted(torch.ones(2, 2), torch.full((2, 2), 5.0))
-    groups = [sparse, dense]
-    after = clip_adaptively(groups, inspect(groups, _LOSS)[1], 0.1)
-    assert torch.equal(_gradients([sparse])[0].to_dense(), torch.tensor([30.0, 0.0, 40.0]))
-    torch.testing.assert_close(after, torch.tensor([50.0, 0.2]))
-
-
-def test_adaptive_and_global_clipping_follow_each_other() -> None:
-    """The norms that adaptive clipping returns are those that clipping needs."""
-    groups = [_weighted(torch.ones(2, 2), torch.tensor([[30.0, 40.0], [0.3, 0.4]]))]
-    clip(groups, clip_adaptively(groups, inspect(groups, _LOSS)[1], 1.0), 0.75, "global")
-    assert float(_gradients(groups)[0].norm()) == pytest.approx(0.75, rel=1e-4)
 
 
 def test_what_is_read_along_takes_the_same_reading():

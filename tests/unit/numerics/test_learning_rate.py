@@ -18,16 +18,6 @@ def _parameter() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(2))]
 
 
-@pytest.mark.parametrize(("old", "new"), [(32, 256), (256, 32), (3, 4)])
-def test_sgd_follows_the_batch_linearly(old: int, new: int) -> None:
-    """With momentum or without, upwards or downwards, the rate changes as the batch does."""
-    for momentum in (0.0, 0.9):
-        advice = advise_learning_rate(torch.optim.SGD(_parameter(), lr=0.1, momentum=momentum), old, new, by="batch")
-        assert (advice.rule, advice.factor) == ("linear", new / old)
-        assert (advice.betas, advice.eps) == ((), ())
-        assert "1706.02677" in advice.source
-
-
 def test_adam_follows_by_the_square_root_with_its_betas_and_eps() -> None:
     """The rate changes by sqrt(k), 1 - beta by k and eps by 1/sqrt(k), for each group by its own values."""
     parameters = [{"params": _parameter()}, {"params": _parameter(), "betas": (0.8, 0.99), "eps": 1e-6}]
@@ -64,15 +54,6 @@ def test_the_rule_goes_by_the_kind_of_the_optimizer(make: Callable[..., Optimize
     assert advice.rule == rule
     assert (advice.factor == 1.0) is (rule == "none") is (advice.source == "")
     assert advice.reason
-
-
-@pytest.mark.parametrize("by", ["accumulation", "micro_batch"])
-def test_more_pieces_of_the_same_batch_change_nothing(by: Any) -> None:
-    """A mean over the same samples is the same mean, so halving or doubling the rate would be wrong."""
-    for optimizer in (torch.optim.SGD(_parameter(), lr=0.1), torch.optim.Adam(_parameter())):
-        advice = advise_learning_rate(optimizer, 2, 4, by=by)
-        assert (advice.rule, advice.factor, advice.betas, advice.eps) == ("none", 1.0, (), ())
-        assert "by='batch'" in advice.reason
 
 
 @pytest.mark.parametrize(

@@ -322,9 +322,7 @@ class Steps:
         self._clock = session.clock
         self._opened_at = self._clock.monotonic_seconds()
 
-    def step(
-        self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None, stop_requested: bool
-    ) -> StepResult:
+    def step(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None) -> StepResult:
         """Make a step; see `Guard.step`."""
         state, diagnosis = self.session.state, self.engine.diagnosis
         started = self._clock.monotonic_seconds()
@@ -337,7 +335,6 @@ class Steps:
                 loss_fn,
                 names,
                 split=split,
-                stop_requested=stop_requested,
                 judge=lambda attempt: self.recovery.judge(series, attempt),
             )
             if outcome.committed:

@@ -30,7 +30,7 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState
-from holdfast.guard.ranks import Ranks, Vote, find_ranks
+from holdfast.guard.ranks import check_one_rank
 from holdfast.guard.record import RunRecord
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Ruling
 from holdfast.guard.splitting.split_safety import LossFunction
@@ -56,10 +56,10 @@ class StepEngine:
     """Carries out steps on one set of parts."""
 
     def __init__(self, parts: Parts, policy: Policy, record: RunRecord, split: Split) -> None:
+        check_one_rank()
         self.parts, self.policy, self.record = parts, policy, record
         self.ladder = MemoryLadder.of(policy)
         self.state = RunState()
-        self._ranks: Ranks = find_ranks()
         self._split = split
         self._devices = parts.devices()
         self.diagnosis = Diagnosis(parts, policy, record)
@@ -88,18 +88,17 @@ class StepEngine:
         names: Sequence[str],
         *,
         split: Split | None,
-        stop_requested: bool,
         judge: Callable[[Attempt], Ruling],
     ) -> Outcome:
         """Make one step."""
         work = self.begin(batch, loss_fn, names, split)
-        outcome = self._try(work, stop_requested=stop_requested, judge=judge)
+        outcome = self._try(work, judge)
         less = None if outcome.committed else self.without_bad_samples(work, outcome)
         if less is None:
             return outcome
         assert outcome.provenance is not None
         again = self.begin(less, loss_fn, names, work.split)
-        repeated = self._try(again, stop_requested=stop_requested, judge=judge)
+        repeated = self._try(again, judge)
         return replace(
             repeated,
             attempts=outcome.attempts + repeated.attempts,
@@ -107,22 +106,13 @@ class StepEngine:
             dropped=outcome.provenance.samples,
         )
 
-    def _try(self, work: Work, *, stop_requested: bool, judge: Callable[[Attempt], Ruling]) -> Outcome:
+    def _try(self, work: Work, judge: Callable[[Attempt], Ruling]) -> Outcome:
         self._step_id += 1
-        attempt, ruling = self.attempt(work), Ruling()
-        with self._taken_back_on_error(work):
-            agreed = self._ranks.agree(
-                Vote(
-                    step_id=self._step_id,
-                    out_of_memory=work.out_of_memory > 0,
-                    nonfinite=attempt.facts.nonfinite,
-                    stop_requested=stop_requested,
-                )
-            )
-            if not agreed.nonfinite:
-                ruling = judge(attempt)
-        if agreed.nonfinite:
+        attempt = self.attempt(work)
+        if attempt.facts.nonfinite:
             return self.skip(work, attempt)
+        with self._taken_back_on_error(work):
+            ruling = judge(attempt)
         if ruling.decision is not None:
             self.take_back(work)
             return self._outcome(work, attempt, decision=ruling.decision)

@@ -1,7 +1,6 @@
-"""Lightning: a strategy whose optimizer steps are transactions, a callback that only looks, files that verify.
+"""Lightning: a strategy whose optimizer steps are transactions, files that verify.
 
     Trainer(strategy=HoldfastStrategy())          everything; also strategy="holdfast", once this module is imported
-    Trainer(callbacks=[HoldfastCallback()])       a black box, non-finite steps left out, files that verify
     Trainer(plugins=[VerifiedCheckpointIO()])     the files only
 
 With the strategy ``training_step``, ``self.log``, hooks, accumulation, schedules, precision and clipping are
@@ -18,8 +17,7 @@ Checkpoints hold random state, so that training goes on with the same dropout. W
 loader: exactly the same with a `holdfast.DataLoader`; with torch's, shuffled or not, from the end of an epoch only.
 """
 
-from holdfast.integrations.lightning.callback import HoldfastCallback
 from holdfast.integrations.lightning.files import VerifiedCheckpointIO
 from holdfast.integrations.lightning.strategy import HoldfastStrategy
 
-__all__ = ["HoldfastCallback", "HoldfastStrategy", "VerifiedCheckpointIO"]
+__all__ = ["HoldfastStrategy", "VerifiedCheckpointIO"]

@@ -5,7 +5,6 @@
     trainer.train(resume_from_checkpoint=True)
 
     class MyTrainer(HoldfastMixin, SFTTrainer): ...                     # any other Trainer
-    Trainer(..., callbacks=[HoldfastCallback()])                        # where none can be subclassed
 
 A ``get_train_dataloader`` of your own may return a `holdfast.DataLoader`, which is not to be prepared: workers that
 die are replaced, samples are quarantined by their index in the dataset, and training resumes in its order.
@@ -20,27 +19,20 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.integrations.protocol import load
-from holdfast.integrations.transformers.callback import CallbackParts
 from holdfast.integrations.transformers.checkpoints import last_good_checkpoint
 from holdfast.integrations.transformers.trainer import HoldfastMixin
 
-__all__ = ["HoldfastCallback", "HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
+__all__ = ["HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
 
 HoldfastTrainer: Any  # made when they are asked for, since their bases take seconds to import
 HoldfastSeq2SeqTrainer: Any
-HoldfastCallback: Any
 
-_BUILT: dict[str, tuple[type, str]] = {
-    "HoldfastTrainer": (HoldfastMixin, "Trainer"),
-    "HoldfastSeq2SeqTrainer": (HoldfastMixin, "Seq2SeqTrainer"),
-    "HoldfastCallback": (CallbackParts, "TrainerCallback"),
-}
+_BUILT = {"HoldfastTrainer": "Trainer", "HoldfastSeq2SeqTrainer": "Seq2SeqTrainer"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _BUILT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    ours, theirs = _BUILT[name]
-    about = {"__module__": __name__, "__doc__": ours.__doc__}
-    globals()[name] = type(name, (ours, getattr(load("transformers"), theirs)), about)
+    about = {"__module__": __name__, "__doc__": HoldfastMixin.__doc__}
+    globals()[name] = type(name, (HoldfastMixin, getattr(load("transformers"), _BUILT[name])), about)
     return globals()[name]

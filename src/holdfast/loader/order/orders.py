@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.permutation import permuted
-from holdfast.loader.seeds import derive_seed, random_bits
+from holdfast.loader.seeds import derive_seed
 
 _BLOCK = 4096  # positions; from here on the cost of a call no longer shows in the cost of a position
 _LARGEST_GROUP, _LARGEST_WINDOW = 256, 8192
@@ -39,15 +39,12 @@ class Order(ABC):
     """
 
     _kind: ClassVar[str]
-    repeats: bool = False
-    samples: int
-    """Samples of the data set that it is made for."""
     _block_size: int = _BLOCK
     # The two blocks made last: a step that looks ahead over the end of one comes back to it.
     _newest: tuple[tuple[tuple[int, int, int], NDArray[np.int64]], ...] = ()
 
     def __init__(self, length: int) -> None:
-        self._length = self.samples = length
+        self._length = length
 
     def __len__(self) -> int:
         """Return the positions of an epoch."""
@@ -127,53 +124,6 @@ class Shuffled(Order):
 
 
 @final
-class Weighted(Order):
-    """Samples drawn with replacement, each with a probability in proportion to its weight.
-
-    Position p is drawn from (seed, epoch, p) alone. A weight of zero is never drawn, and one below 1e-16 of the
-    sum before it is lost in it.
-
-    Args:
-        weights: One per sample, finite and at least 0; shape ``(samples,)``.
-        num_samples: Positions of an epoch; by default as many as there are weights.
-
-    Raises:
-        LoaderError: H605 for weights from which nothing can be drawn.
-    """
-
-    _kind = "weighted"
-    repeats = True
-
-    def __init__(self, weights: ArrayLike, num_samples: int | None = None) -> None:
-        given = _numbers("weights", weights)
-        self._sums = np.cumsum(given, dtype=np.float64)
-        super().__init__(len(given) if num_samples is None else num_samples)
-        if num_samples is not None and num_samples < 1:
-            raise _unusable(f"num_samples={num_samples}", "an epoch has at least 1 sample", "pass num_samples >= 1.")
-        if not len(given) or not 0 < self._sums[-1] < np.inf:
-            raise _unusable(
-                f"{len(given)} weights with a sum of {self._sums[-1] if len(given) else 0:g}",
-                "their sum must be finite and above 0",
-                "give at least one sample a weight above 0, or scale them down.",
-            )
-        self.samples = len(given)
-        self._last = int(np.flatnonzero(given)[-1])
-        self._digest = _digest(given)
-
-    def identity(self) -> dict[str, Any]:
-        """Return the kind, the positions of an epoch, and a digest of the weights."""
-        return {**super().identity(), "weights": self._digest}
-
-    def _block(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        bits = random_bits(positions.astype(np.uint64), derive_seed(seed, epoch, "weighted"))
-        shares = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53  # [0, 1), all 53 bits of a double
-        found = np.searchsorted(self._sums, shares * self._sums[-1], side="right")
-        # The product is below the sum unless both are subnormal, where it may round up to it.
-        drawn: NDArray[np.int64] = np.minimum(found, self._last)
-        return drawn
-
-
-@final
 class LengthBucketed(Order):
     """Each sample once an epoch, at random places, but with neighbours of about the same length.
 
@@ -196,7 +146,7 @@ class LengthBucketed(Order):
     _kind = "length_bucketed"
 
     def __init__(self, lengths: ArrayLike, *, window: int | None = None, group: int | None = None) -> None:
-        self.lengths = _numbers("lengths", lengths)
+        self.lengths = _numbers(lengths)
         super().__init__(len(self.lengths))
         if min(1 if size is None else size for size in (window, group)) < 1:
             what = f"window={window} and group={group} positions"
@@ -223,20 +173,15 @@ class LengthBucketed(Order):
         return np.concatenate([by_length[first : first + self._group] for first in starts[groups]])
 
 
-def _numbers(name: str, values: ArrayLike) -> NDArray[Any]:
+def _numbers(lengths: ArrayLike) -> NDArray[Any]:
     """Return a copy of plain numbers, so that nobody can change the order while it is in use."""
-    fix = f"pass {name} as a list or array with one such number per sample."
-    try:
-        array = np.asarray(values).copy()
-    except ValueError as error:  # rows of unequal length
-        raise _unusable(f"{name} that are no array", "one number per sample is needed", fix) from error
+    array = np.asarray(lengths).copy()
+    fix = "pass a list or array with one number per sample."
     if array.ndim != 1 or (array.size and array.dtype.kind not in "biuf"):
-        what = f"{name} of shape {array.shape} and type {array.dtype}"
-        raise _unusable(what, "one number per sample is needed", fix)
+        raise _unusable(f"lengths of shape {array.shape} and type {array.dtype}", "there is one per sample", fix)
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if len(wrong):
-        what = f"{name}[{wrong[0]}]={array[wrong[0]]} and {len(wrong) - 1} others like it"
-        raise _unusable(what, "they have to be finite and at least 0", fix)
+        raise _unusable(f"lengths[{wrong[0]}]={array[wrong[0]]}", "they have to be finite and at least 0", fix)
     return array
 
 

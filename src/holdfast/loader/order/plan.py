@@ -83,7 +83,8 @@ class Plan:
             indices = tuple(self._at(epoch, begin, stop))
             spares = tuple(_until(SPARES, self._following(epoch, stop, most), bad))
             known = tuple(index for index in (*indices, *spares) if key_of(index) in bad) if bad else ()
-            first = begin << _PLACES * self.of_batches if self.order.repeats else None
+            repeats = isinstance(self.order, Sampled) and self.order.repeats
+            first = begin << _PLACES * self.of_batches if repeats else None
             start = min(start + size * self.world_size, most)
             yield Entry(number, epoch, indices, spares, known, first, self.batch_size is None), start
 
