@@ -203,6 +203,32 @@ def test_what_is_not_registered_lowers_the_promise(tmp_path, micro_batch_size):
     guard.close()
 
 
+def test_hidden_state_of_the_whole_batch_that_the_first_one_resets_is_found_too(tmp_path):
+    """It cannot be tried on a few samples, and the first pass of all depends on nothing: the second step shows it."""
+    model = nn.Linear(3, 1)
+    guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    carried: dict[str, torch.Tensor] = {}
+    short = Short()
+
+    def loss(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, first = batch
+        if first.any():
+            carried["hidden"] = torch.zeros(8, 1)
+        out = model(x) + carried["hidden"]
+        carried["hidden"] = 0.5 * out.detach()
+        short()
+        return out.square().mean()
+
+    for number in range(3):
+        short.times = int(number == 2)
+        guard.step((torch.randn(8, 3), torch.full((8,), number == 0)), loss)
+    (found,) = [event for event in guard.events() if event.kind == "side_effects"]
+    assert (found.global_step, found.data["attributes"]) == (1, ["loss_fn: carried"])
+    retry = next(event.data for event in guard.events() if event.kind == "retry")
+    assert retry["promise"] == "changes training"
+    guard.close()
+
+
 def test_what_the_loop_changes_between_steps_is_never_undone(tmp_path):
     """An average that is updated after each step keeps its updates through a retry."""
 

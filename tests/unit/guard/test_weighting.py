@@ -14,6 +14,7 @@ from tests.unit.guard.guarded import guarded
 from torch import nn
 
 import holdfast
+from holdfast.guard.splitting import split_safety
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, find_weightings, shares
 
 Model = nn.Module
@@ -204,3 +205,40 @@ def test_a_compiled_model_is_tried_as_it_is_written(tmp_path):
         guard.step((features, targets), lambda batch: F.mse_loss(model(batch[0]), batch[1]))
         (promises,) = (event for event in guard.events() if event.kind == "promises")
     assert promises.data["split_check"]["outcome"] == "exact"
+
+
+def noisy(model: Model, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    return (out + 0.3 * torch.randn_like(out)).square().sum(dim=-1)
+
+
+@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize(("reduce", "weighting"), [(torch.sum, "a sum, not a mean"), (torch.mean, "samples")])
+def test_a_loss_with_noise_of_its_own_is_split_as_the_sum_or_the_mean_that_it_is(
+    tmp_path, monkeypatch, reduce, weighting, forks
+):
+    """As that of a VAE: parts of a sum are added, not averaged, also where the trial is made in place."""
+    if not forks:
+        monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
+    found = {}
+    for size in (None, 2):
+
+        def make_loss(model):
+            return lambda batch: reduce(noisy(model, batch[0]))
+
+        found[size], _, said = step(tmp_path / str(size), (X, Y), make_loss, micro_batch_size=size)
+    assert said["split_check"]["outcome"] == "random"
+    assert said["weighting"] == weighting
+    ratio = found[2].norm() / found[None].norm()
+    assert 0.7 < ratio < 1.4  # five parts: 5 or 1/5 if sum and mean are mistaken
+
+
+def test_a_loss_whose_noise_hides_whether_it_is_a_sum_is_not_split(tmp_path):
+    """What could not be found out is refused."""
+
+    def make_loss(model):
+        return lambda batch: errors(model, batch[0]).mean() * (1 + 9 * torch.randn(()))
+
+    with pytest.raises(holdfast.BatchError, match="whether it is a mean or a sum does not show") as refused:
+        step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
+    assert refused.value.rule == "H207"

@@ -3,7 +3,8 @@
 The gradient over 4 samples is compared with the weighted gradients over 3 and 1 of them. If the loss function does
 not say what its mean is over, everything in the batch that it may be over is tried. If nothing reproduces the
 gradient, samples are coupled (in-batch negatives, a pairwise loss); but if two runs with different random numbers
-differ as much, the loss is random and nothing can be said.
+differ as well, the loss is random, and its average over such runs is compared. Where that does not tell a sum from a
+mean, nothing is split.
 
 On the CPU this runs in a forked copy of the process, so it leaves no trace in this one. With an accelerator a fork is
 not possible; there it runs in place, only when a split is about to be made, and the caller puts everything back.
@@ -12,9 +13,13 @@ not possible; there it runs in place, only when a split is about to be made, and
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import operator
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -41,6 +46,8 @@ _HALF_TOLERANCE = 5e-2
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
 _LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
+_DRAWS, _AT_ONCE = 32, 8  # of a random loss, at most, and before it is seen whether they suffice
+_ERRORS = 3.0  # standard errors that two averages of a random loss may differ by
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
 _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupled")  # unknown yields to any other
@@ -98,7 +105,7 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
         "changed_buffer": next((verdict.changed_buffer for verdict in verdicts if verdict.changed_buffer), ""),
         "side_effects": tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.side_effects)),
     }
-    if chosen.outcome == "exact" and failed and not held:
+    if chosen.outcome in ("exact", "random") and failed and not held:
         together |= {"outcome": "coupled", "difference": math.nan}  # what held for one batch failed for another
     elif chosen.outcome == "exact":
         together["difference"] = max(verdict.difference for verdict in verdicts if verdict.outcome == "exact")
@@ -209,17 +216,49 @@ class SplitCheck:
                 found[weight] = difference(self, whole, parts, each, 0)
         held = [each for each, weight in weights.items() if found.get(weight, math.inf) <= tolerance]
         outcome: Outcome = "exact" if held or (declared and by_samples <= tolerance) else "coupled"
+        why = ""
         if outcome == "coupled" and difference(self, whole, whole, SAMPLES, 1) > tolerance:
-            outcome, weights = "random", {}
+            outcome = "random"
+            held = [] if declared else self._held_on_average(whole, parts, weights)
+            if not declared and len({each.kind == "sum" for each in held}) != 1:
+                outcome, held, weights = "unknown", [], {}
+                why = "the loss is random, and whether it is a mean or a sum does not show; return Loss(mean, items)"
         return Verdict(
             outcome=outcome,
-            difference=found[weights[held[0]]] if held else by_samples,
+            difference=found[weights[held[0]]] if held and outcome == "exact" else by_samples,
             declared=declared,
             changes_batch=changes,
+            why=why,
             held=tuple(held),
             # What these samples hold nothing of was not tried.
             failed=tuple(each for each, weight in weights.items() if each not in held and weight is not None),
         )
+
+    def _held_on_average(
+        self, whole: _Parts, parts: _Parts, weights: Mapping[Weighting, tuple[float, ...] | None]
+    ) -> list[Weighting]:
+        """Return the weightings by which the parts of a random loss make up the whole on average over draws."""
+        drawn: list[list[float]] = []
+
+        def draw(seed: int) -> list[float]:
+            self._begin(seed)
+            terms = [self._terms(*each, needs_graph=False)[0] for each in (*whole, *parts)]
+            return [math.fsum(float(mean.detach()) for mean in each.means) for each in terms]
+
+        def holds(weight: tuple[float, ...]) -> bool:
+            wholes = [losses[0] for losses in drawn]
+            made = [math.fsum(map(operator.mul, weight, losses[1:])) for losses in drawn]
+            error = math.sqrt((statistics.variance(wholes) + statistics.variance(made)) / len(drawn))
+            mean = statistics.fmean(wholes)
+            return abs(statistics.fmean(made) - mean) <= _ERRORS * error + self._least_tolerance() * abs(mean)
+
+        held: list[Weighting] = []
+        while len(drawn) < _DRAWS and len({each.kind == "sum" for each in held}) != 1:
+            drawn += [without_graph(partial(draw, seed)) for seed in range(len(drawn), len(drawn) + _AT_ONCE)]
+            if not all(map(math.isfinite, itertools.chain.from_iterable(drawn))):
+                return []
+            held = [each for each, weight in weights.items() if weight is not None and holds(weight)]
+        return held
 
     def _difference(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
         """Return the relative L2 difference of the gradients; NaN if that of the whole is not finite."""

@@ -57,6 +57,7 @@ class _Known:
     said: tuple[str, str] | Weighting | None = None
     settled: bool = False
     side_effects: tuple[str, ...] | None = None
+    warned: bool = False
 
     def chosen(self) -> Weighting:
         """Return what parts are weighted by, as far as it is known."""
@@ -131,8 +132,20 @@ class SplitSafety:
         if due and asked is not None and (forks or splits_now or weighs) and size is not None and size > 1:
             self._try_split(known, work)
             in_place = not forks
-        if known.steps == 1 and known.side_effects is None and forks:
+        # The second step too: the first batch of all may be one that resets what later ones change.
+        if forks and (
+            (known.steps == 1 and known.side_effects is None) or (known.steps == 2 and not known.side_effects)
+        ):
             self._look_for_side_effects(known, work)
+        if known.side_effects and known.steps <= 2 and not known.warned:
+            known.warned = True
+            self._record.emit(
+                run_events.SideEffects(
+                    attributes=known.side_effects,
+                    why="each forward pass changes them, they are in no checkpoint, and an attempt that is made "
+                    "again changes them once more; keep such state in a buffer, or in an object given as state=",
+                )
+            )
         refused = self._refused(known)
         if splits_now and refused is not None and isinstance(asked, int):
             raise self._refusal(*refused)
@@ -141,7 +154,8 @@ class SplitSafety:
             self._say(known, size, refused)
         known.said = news
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
-        known.settled = tried or not (forks or weighs) or size is None or asked is None
+        enough = tried or not (forks or weighs) or size is None or asked is None
+        known.settled = enough and (known.steps >= 2 or not forks)
         return in_place, refused is None
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
@@ -162,14 +176,6 @@ class SplitSafety:
                 side_effects=known.side_effects,
             )
         )
-        if known.steps == 1 and known.side_effects:
-            self._record.emit(
-                run_events.SideEffects(
-                    attributes=known.side_effects,
-                    why="each forward pass changes them, they are in no checkpoint, and an attempt that is made "
-                    "again changes them once more; keep such state in a buffer, or in an object given as state=",
-                )
-            )
         if refused is not None and self._policy.micro_batch_size == "auto":
             self._record.emit(run_events.SplitRefused(why=refused[1], allow_split_with=refused[0]))
 
@@ -302,14 +308,19 @@ class SplitSafety:
         check, size = self._split_check(known, work), work.size
         batch = work.batch if size is None else largest_of(work.batch, work.split)
         found = in_a_copy(lambda: attempted(lambda: check.look(batch, size)))
+        if found.outcome == "unknown" and size is not None:  # such as carried state of the size of the whole batch
+            found = in_a_copy(lambda: attempted(lambda: check.look(batch, None)))
         if found.called:
             raise called_inside(found.called)
         if found.outcome != "unknown":
             known.side_effects = found.side_effects
 
     def side_effects(self, loss_fn: LossFunction) -> tuple[str, ...]:
-        """Return what a loss function is known to change and nobody puts back."""
-        return self._of(loss_fn).side_effects or ()
+        """Return what a loss function is known to change and nobody puts back, or that this is not known."""
+        found = self._of(loss_fn).side_effects
+        if found is None and self._forks():
+            return ("unknown, since it could not be tried out",)
+        return found or ()
 
     def _split_check(self, known: _Known, work: Work) -> SplitCheck:
         return SplitCheck(
