@@ -24,8 +24,8 @@ from holdfast.loader.random_state import RandomState, capture, restore
 _EXACT = "bit-exact: order and augmentation depend on (seed, epoch, index) only"
 _OWN = "what the loader's own state_dict keeps"
 _REPLAY = (
-    "bit-exact if each batch is made when it is asked for; one that is made ahead, while a step runs, is made from other "
-    "random numbers after a resume; skips by reading"
+    "bit-exact if each batch is made when it is asked for; one that is made ahead, while a step runs, is made from "
+    "other random numbers after a resume; skips by reading"
 )
 _ONCE = "none: an iterator cannot be started again; batches already trained are read and dropped"
 

@@ -11,6 +11,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -80,7 +81,8 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterato
         _one_device_only(patches)
         # Its branch for traced tensors repeats heads and builds masks that no real run has.
         transformers = "transformers.utils.import_utils"
-        _when_imported(patches, transformers, lambda module: setattr(module, "is_fake_tensor", lambda _: False))
+        seen = partial(patches.replace, name="is_fake_tensor", value=lambda _: False)
+        _when_imported(patches, transformers, seen)
         # It draws again until all numbers suit, which fake ones never do.
         patches.replace(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         if as_cuda:
