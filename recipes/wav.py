@@ -34,7 +34,7 @@ def _soundfile() -> Any:
     try:
         import soundfile
     except (ImportError, OSError) as error:  # the latter: it finds no libsndfile
-        raise OSError(f"soundfile cannot be imported ({error}).\nFix: pip install 'holdfast[demo]'") from error
+        raise OSError(f"soundfile cannot be imported ({error}).\nFix: pip install 'torch-holdfast[demo]'") from error
     return soundfile
 
 

@@ -273,7 +273,9 @@ def _read_idx(path: Path, magic: int) -> np.ndarray:
 
 def _check_installed(module: str, package: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise DataError(f"{package} is not installed, which these images need.\nFix: pip install 'holdfast[demo]'")
+        raise DataError(
+            f"{package} is not installed, which these images need.\nFix: pip install 'torch-holdfast[demo]'"
+        )
 
 
 def write_digits(root: Path) -> None:

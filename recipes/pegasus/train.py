@@ -54,7 +54,7 @@ def _check_installed() -> None:
         name for name in ("accelerate", "torchmetrics", "transformers") if importlib.util.find_spec(name) is None
     ]
     if missing:
-        raise ValueError(f"{', '.join(missing)}: not installed.\nFix: pip install 'holdfast[integrations]'")
+        raise ValueError(f"{', '.join(missing)}: not installed.\nFix: pip install 'torch-holdfast[integrations]'")
 
 
 def _show_bars_on_terminals_only() -> None:

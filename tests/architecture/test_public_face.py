@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,11 @@ def test_the_wheel_holds_all_that_the_package_needs(tmp_path) -> None:
         "    guard.step(torch.ones(4, 2), lambda x: model(x).mean())\n"
     )
     subprocess.run([sys.executable, "-c", code, str(target)], check=True, cwd=tmp_path)
+
+
+def test_no_message_installs_the_other_project_that_is_called_holdfast() -> None:
+    """The distribution is torch-holdfast; a hint without `torch-` installs a stranger's package."""
+    files = [each for folder in ("src", "docs", "recipes") for each in (ROOT / folder).rglob("*.*")]
+    texts = {each: each.read_text() for each in files if each.suffix in (".py", ".md", ".yaml")}
+    wrong = re.compile(r"(?<!torch-)\bholdfast\[|pip install ['\"]?holdfast\b")
+    assert not [str(each) for each, text in texts.items() if wrong.search(text)]

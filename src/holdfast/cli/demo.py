@@ -55,7 +55,7 @@ def _check_extras() -> None:
         raise PolicyError(
             f"{' and '.join(missing)} is not installed",
             limit="the demo needs the digits of scikit-learn and a plot",
-            fix='install the extra: pip install "holdfast[demo]".',
+            fix='install the extra: pip install "torch-holdfast[demo]".',
             rule="H105",
         )
 

@@ -51,7 +51,7 @@ def load(name: str) -> Any:
         raise excluded(
             f"{name.partition('.')[0]} cannot be imported ({error})",
             "this integration works inside it",
-            'install the extra: pip install "holdfast[integrations]".',
+            'install the extra: pip install "torch-holdfast[integrations]".',
         ) from error
 
 

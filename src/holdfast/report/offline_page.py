@@ -75,7 +75,7 @@ def plotly_script() -> str:
         raise PolicyError(
             "plotly is not installed",
             limit="the page draws its curves with it",
-            fix='install the extra: pip install "holdfast[report]"; `holdfast watch RUN --once` needs nothing.',
+            fix='install the extra: pip install "torch-holdfast[report]"; `holdfast watch RUN --once` needs nothing.',
             rule="H742",
         ) from error
     # A browser reads CR LF and CR as LF, and takes the digest of what it read.

@@ -197,7 +197,7 @@ def require_h5py() -> Any:
     try:
         import h5py
     except ImportError as error:
-        fix = "install the extra: pip install 'holdfast[features]'."
+        fix = "install the extra: pip install 'torch-holdfast[features]'."
         raise LoaderError("h5py is not installed", limit="features are kept in HDF5", fix=fix, rule="H625") from error
     return h5py
 

@@ -77,7 +77,7 @@ def _not_installed(kind: str, missing: str | None = None) -> PolicyError:
     return PolicyError(
         f"the client for {kind} is not installed ({missing or _CLIENTS[kind]})",
         limit="metrics are written by the clients that their projects maintain",
-        fix=f'install the extra: pip install "holdfast[{extra}]".',
+        fix=f'install the extra: pip install "torch-holdfast[{extra}]".',
         rule="H742",
     )
 
