@@ -261,6 +261,8 @@ class SplitSafety:
         if self._hazards(known):
             return "changes training"
         random = known.verdict is not None and known.verdict.outcome == "random"
+        if random and known.verdict is not None and not known.verdict.declared:
+            return "changes training"  # averages tell a sum from a mean, and no more: not a sum of both
         dropout = any(
             module.training and _drops(module) for model in self.parts.models.values() for module in model.modules()
         )
