@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.kernels import autocast_policy as policy
+from holdfast.forecast.kernels.operators import LISTS
 
 RUNS_IN_CHILD = True
 _HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
@@ -78,7 +79,7 @@ def test_every_operator_that_torch_registers_for_cuda_has_a_class() -> None:
     with forecast_device() as device:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         installed = {name for name in registered if has_kernel(f"aten::{name}", "AutocastPrivateUse1")}
-        assert installed == registered - policy.ELSEWHERE
+        assert installed == registered - set(LISTS["left_alone"])
         assert not any("autocast" in one.what for one in device.assumptions)
 
 
@@ -103,15 +104,15 @@ class _Casts(TorchDispatchMode):
 
 @pytest.mark.skipif(not _HEADER.exists(), reason="this torch comes without its headers")
 @pytest.mark.parametrize(
-    ("macro", "ours"),
+    ("macro", "section"),
     [
-        ("LOWER_PRECISION_FP", policy.LOWER_PRECISION),
-        ("FP32", policy.FP32),
-        ("FP32_SET_OPT_DTYPE", policy.FP32_SET_OPT_DTYPE),
-        ("PROMOTE", policy.PROMOTE),
+        ("LOWER_PRECISION_FP", "lower_precision"),
+        ("FP32", "fp32"),
+        ("FP32_SET_OPT_DTYPE", "fp32_set_opt_dtype"),
+        ("PROMOTE", "promote"),
     ],
 )
-def test_the_classes_are_those_of_torch(macro: str, ours: tuple[str, ...]) -> None:
+def test_the_classes_are_those_of_torch(macro: str, section: str) -> None:
     """Each list is, name by name, that of the header that torch's own CUDA policy is compiled from."""
     text = _HEADER.read_text(encoding="utf-8")
     found = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)+.*\n)", text)
@@ -120,8 +121,14 @@ def test_the_classes_are_those_of_torch(macro: str, ours: tuple[str, ...]) -> No
     listed = {f"{name}.{overload}" if overload else name for name, overload in names}
     listed = {name for name in listed if not policy._NAMED.search(name)}
     # autocast_mode.cpp adds them to what the macro lists
-    beside = {"cudnn_convolution", "cudnn_convolution_transpose", "linalg_matrix_sqrth"}
-    assert listed == (set(ours) & policy.registered_for_cuda()) - beside  # others are of another version
+    beside = {
+        "cudnn_convolution",
+        "cudnn_convolution_transpose",
+        "linalg_matrix_sqrth",
+        "norm.Scalar",
+        "norm.ScalarOpt_dim",
+    }
+    assert listed == (set(LISTS[section]) & policy.registered_for_cuda()) - beside  # others are of another version
 
 
 def test_a_weight_is_cast_once_until_the_outermost_region_ends() -> None:

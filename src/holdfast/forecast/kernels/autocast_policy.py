@@ -1,7 +1,6 @@
 """CUDA's autocast on the fake device: which operator casts to what, and the cache of cast weights.
 
-The classes and their members are torch's own (``ATen/autocast_mode.h``, ``AT_FORALL_*``, and
-https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior). What is installed is what the running torch
+The classes and their members are torch's own, see ``operators.yaml``. What is installed is what the running torch
 registers for CUDA, so lists that grow or shrink between versions are followed; a member without a class is said
 where it is used.
 """
@@ -16,40 +15,12 @@ from typing import Any
 
 import torch
 
+from holdfast.forecast.kernels.operators import LISTS
+
 Assume = Callable[[str], None]
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-LOWER_PRECISION = _names("""
-    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
-    bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
-    rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
-    cudnn_convolution cudnn_convolution_transpose
-""")
-FP32 = _names("""
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
-    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
-    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
-    kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
-    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
-    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
-    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-    upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth
-""")
-FP32_SET_OPT_DTYPE = _names("""
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList
-""")
-# Torch takes an overload with a dtype for them, without a cast copy; these are taken to need one.
-FP32_APPEND_DTYPE = ("norm.Scalar", "norm.ScalarOpt_dim")
-PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
-BANNED = ("binary_cross_entropy",)
-# Registered for CUDA by another file of torch: cuDNN's recurrent layers (``recurrent`` stands for them).
-ELSEWHERE = frozenset({"_cudnn_rnn"})
+_CLASSES = ("lower_precision", "fp32", "fp32_set_opt_dtype", "promote", "banned", "left_alone")
 # Overloads for named dimensions, which fake tensors do not have; torch 2.13 has dropped most of them.
 _NAMED = re.compile(r"\.(\w*dimname|names_)", re.IGNORECASE)
 
@@ -130,15 +101,7 @@ def registered_for_cuda() -> frozenset[str]:
 
 def classified() -> dict[str, str]:
     """Return the class of each operator: the name of its method of `_Policies`."""
-    classes = {
-        "lower_precision": LOWER_PRECISION,
-        "fp32": (*FP32, *FP32_APPEND_DTYPE),
-        "fp32_set_opt_dtype": FP32_SET_OPT_DTYPE,
-        "promote": PROMOTE,
-        "banned": BANNED,
-        "left_alone": ELSEWHERE,
-    }
-    return {name: policy for policy, names in classes.items() for name in names}
+    return {name: policy for policy in _CLASSES for name in LISTS[policy]}
 
 
 def _register(device_name: str) -> None:
@@ -153,7 +116,7 @@ def _register(device_name: str) -> None:
     for name in sorted(on_cuda):
         base, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-        if operator is not None and name not in ELSEWHERE:
+        if operator is not None and name not in LISTS["left_alone"]:
             policy = getattr(policies, known.get(name, "left_alone"))
             library.impl(name, _without_autocast(policy(operator, name)))
 

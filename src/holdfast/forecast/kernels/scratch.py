@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from holdfast.forecast.kernels.operators import LISTS
+
 aten = torch.ops.aten
 _INDEX_BYTES = 8
 _ROWS_PER_THREAD = 10  # EmbeddingBackwardKernel.cu: rows that one thread sums
@@ -126,8 +128,7 @@ def needs_nothing(op: Any) -> bool:
         return True
     return op.namespace == "aten" and (
         name.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
-        or name.rstrip("_") in _IN_PLACE
-        or name in _IN_PLACE
+        or not {name, name.rstrip("_")}.isdisjoint(LISTS["in_place"])
         or _is_gradient(name)
     )
 
@@ -138,46 +139,6 @@ def _is_gradient(name: str) -> bool:
     if not name.endswith("_backward") or packet is None:
         return False
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
-
-
-# They run in their results, on both devices; what a reduction of CUDA keeps between blocks is below a megabyte.
-_IN_PLACE_NAMES = """
-    mm bmm addmm baddbmm dot mv addmv addr linear matmul einsum
-    sum mean amax amin max min any all argmax argmin var var_mean std prod norm linalg_vector_norm
-    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data cumsum cumprod
-    native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit native_batch_norm_backward
-    cudnn_batch_norm cudnn_batch_norm_backward _batch_norm_with_update batch_norm_backward
-    _fused_rms_norm _fused_rms_norm_backward
-    embedding index index_select gather scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_copy
-    index_copy_ masked_fill masked_fill_ masked_scatter where cat stack split_with_sizes constant_pad_nd
-    nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss_backward
-    binary_cross_entropy binary_cross_entropy_backward smooth_l1_loss_backward huber_loss_backward
-    l1_loss log_sigmoid_forward log_sigmoid_backward soft_margin_loss soft_margin_loss_backward
-    native_dropout native_dropout_backward bernoulli bernoulli_ normal_ uniform_ exponential_ random_ rand randn
-    rand_like randn_like randint randperm
-    max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward avg_pool1d
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward
-    max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward
-    upsample_nearest1d upsample_nearest1d_backward upsample_nearest2d upsample_nearest2d_backward
-    upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward
-    reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward replication_pad1d
-    replication_pad2d grid_sampler_2d grid_sampler_2d_backward pixel_shuffle pixel_unshuffle
-    empty empty_like empty_strided empty_permuted new_empty new_empty_strided new_zeros new_ones new_full zeros ones
-    full zeros_like ones_like full_like arange linspace eye scalar_tensor tril triu tril_indices triu_indices
-    unsafe_split unsafe_chunk unsafe_split_with_sizes
-    clone copy_ _to_copy contiguous fill_ zero_ set_ resize_ lift_fresh lift_fresh_copy detach detach_ alias
-    _local_scalar_dense item is_same_size _unsafe_view slice_backward select_backward slice_scatter select_scatter
-    diagonal_backward as_strided roll flip repeat unfold_backward im2col col2im record_stream is_pinned
-    equal nonzero masked_select bucketize searchsorted one_hot isin count_nonzero nan_to_num
-    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
-    _scaled_dot_product_flash_attention_for_cpu
-    _thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward_impl _thnn_fused_gru_cell
-    _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _fused_dropout
-    glu glu_backward prelu _prelu_kernel _prelu_kernel_backward _cdist_forward cross
-    _pack_padded_sequence _ctc_loss view_as_real view_as_complex
-    dropout layer_norm group_norm batch_norm reshape flatten chunk to type_as softmax log_softmax
-"""
-_IN_PLACE = frozenset(_IN_PLACE_NAMES.split())
 
 
 def _exactly(size: int) -> Scratch:

@@ -14,23 +14,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
+from holdfast.forecast.kernels.operators import LISTS
 from holdfast.forecast.kernels.scratch import Scratch, name_of, needs_nothing
 
 _MOST_ELEMENTS = 2**26  # that are computed with: 256 MiB of fp32
-# They run in their results on CUDA, and need more on a CPU.
-_NEED_MORE_NAMES = """
-    mm bmm addmm baddbmm native_dropout native_batch_norm_backward batch_norm_backward upsample_nearest2d
-    upsample_bilinear2d masked_select im2col _fused_rms_norm _cdist_forward
-    _scaled_dot_product_flash_attention_for_cpu
-"""
-_NEED_MORE = frozenset(_NEED_MORE_NAMES.split())
 _known: dict[Any, Scratch | None] = {}
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
     """Return what this call needs on this CPU beside its arguments and results; None for views and the like."""
     del out
-    if not isinstance(op, torch._ops.OpOverload) or (needs_nothing(op) and name_of(op) not in _NEED_MORE):
+    if not isinstance(op, torch._ops.OpOverload) or (needs_nothing(op) and name_of(op) not in LISTS["more_on_cpu"]):
         return None
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     key = (op, structure, tuple(map(_described, leaves)))

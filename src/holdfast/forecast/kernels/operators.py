@@ -1,0 +1,10 @@
+"""Lists of aten's operators: the sections of ``operators.yaml`` beside this module, by name."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import yaml
+
+_TEXT = resources.files(__package__).joinpath("operators.yaml").read_text(encoding="utf-8")
+LISTS: dict[str, tuple[str, ...]] = {name: tuple(names.split()) for name, names in yaml.safe_load(_TEXT).items()}
