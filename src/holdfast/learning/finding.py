@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any, Literal
+
+import yaml
 
 Severity = Literal["error", "advice", "note"]
 Kind = Literal["cause", "symptom"]
@@ -51,19 +54,14 @@ _SEVERITIES: tuple[Severity, ...] = ("error", "advice", "note")
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings with the most important first, and without those that others explain.
 
-    A finding that a present cause explains (see `EXPLAINS`) becomes a note at the end; of equal rules at equal
+    A finding that a present cause explains (see `EXPLAINED_BY`) becomes a note at the end; of equal rules at equal
     places the first stays.
     """
     unique: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         unique.setdefault((finding.rule, finding.where), finding)
     speaking = {finding.rule for finding in unique.values() if finding.severity != "note"}
-    explained = {
-        symptom: cause
-        for cause in sorted(speaking)
-        for symptom in EXPLAINS.get(cause, ())
-        if cause not in EXPLAINS.get(symptom, ())
-    }
+    explained = {rule: max(speaking & causes, default=None) for rule, causes in EXPLAINED_BY.items()}
     found = [demoted(finding, explained.get(finding.rule)) for finding in unique.values()]
     # A symptom of level error still comes after a cause of level advice: the cause is what can be fixed.
     return sorted(found, key=lambda f: (f.severity == "note", f.kind, _SEVERITIES.index(f.severity), -f.confidence))
@@ -92,39 +90,8 @@ def with_origin(finding: Finding, traced: str | None) -> Finding:
     return dataclasses.replace(finding, fix=fix, evidence={**finding.evidence, "traced": traced})
 
 
-# What a run that gets nowhere looks like, whatever the reason.
-_NO_PROGRESS = ("H823", "H824", "H826", "H828", "H830", "H832")
-_BROKEN = ("H801", "H802", "H804", "H805", "H827")
-_DEAD = ("H815", "H847", "H848")
-_REPEATED_BY: tuple[tuple[tuple[str, ...], str], ...] = (
-    (_NO_PROGRESS, "H801 H802 H806 H807 H809 H810 H811 H812 H813 H814 H817 H818 H819 H820 H822 H825 H831 H836 H837"),
-    (_NO_PROGRESS, "H838 H839 H840 H841 H842 H843 H844 H847 H848 H854 H855"),
-    (_BROKEN, "H806 H807 H811 H817 H825 H831 H839 H840"),
-    (_DEAD, "H811 H822 H831 H836 H837 H838 H839 H840 H843 H855 H856"),
-    (("H825",), "H807 H811 H817 H831 H839 H840 H843 H856"),
-    (("H808",), "H809 H810 H812"),
-    (("H813",), "H809 H810"),
-    (("H815",), "H817 H825 H847"),
-    (("H819",), "H820 H854"),
-    (("H847",), "H825 H848"),
-    (("H812",), "H809"),
-    (("H814",), "H813"),
-    (("H827",), "H826 H843"),
-    (("H839",), "H842"),
-    (("H845",), "H844"),
-    (("H848",), "H807"),
-    # Among symptoms the earlier in the chain: a loss, then its gradient, then the weights, then no progress.
-    (("H801", "H802"), "H848"),
-    (("H802",), "H801"),
-    (("H804",), "H801 H802 H848"),
-    (("H805",), "H801 H802 H804"),
-    (("H823", "H830"), "H815 H824"),
-    (("H826",), "H804"),
-    (("H828",), "H804 H815 H824 H826"),
-    (("H832",), "H804 H815 H824 H826 H830"),
-)
-EXPLAINS: Mapping[str, tuple[str, ...]] = {
-    cause: tuple(symptom for symptoms, causes in _REPEATED_BY if cause in causes for symptom in symptoms)
-    for cause in sorted({cause for _, causes in _REPEATED_BY for cause in causes.split()})
+_EXPLANATIONS = resources.files(__package__).joinpath("explanations.yaml").read_text(encoding="utf-8")
+EXPLAINED_BY: Mapping[str, frozenset[str]] = {
+    symptom: frozenset(causes.split()) for symptom, causes in yaml.safe_load(_EXPLANATIONS).items()
 }
-"""For each rule those that then only repeat it: one thing is wrong, and it is reported once."""
+"""For each rule those that explain it, so that it only repeats them: one thing is wrong, and it is reported once."""
