@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+from importlib import resources
 from typing import Literal
+
+import torch
+import yaml
 
 from holdfast.numerics.operands import Operand
 from holdfast.numerics.tracer import Suspect
@@ -19,24 +23,9 @@ _VARIANT = re.compile(
     r"|_(?:forward|backward_data|legit|legit_no_training|with_update)$"
     r"|(?<=nll_loss)2d|(?<=rnn)_layer$|(?<=^to)_copy$"
 )
-_LIMITS = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": 1.7977e308}
-_STEEP_AT = {
-    "0": ("sqrt", "log", "log2", "log10"),
-    "-1": ("log1p",),
-    "-1 and 1, the edge of its range": ("acos", "asin", "atanh"),
-    "1, the edge of its range": ("acosh",),
-}
-_SINGULAR = {op: f"{op} has an infinite derivative at {where}" for where, ops in _STEEP_AT.items() for op in ops} | {
-    "rsqrt": "1/sqrt has an infinite derivative at 0",
-    "div": "the derivative of a division by 0",
-    "reciprocal": "the derivative of 1/0",
-    "pow": "x**p with p < 1 has an infinite derivative at 0",
-    "norm": "a norm has no derivative at 0",
-    "std": "a standard deviation has an infinite derivative where its input is constant",
-    "cdist": "a distance of 0 has no derivative",
-    "prod": "the derivative of a product that holds 0",
-    "atan2": "atan2 has no derivative at (0, 0)",
-}
+_SINGULAR: dict[str, str] = yaml.safe_load(
+    resources.files(__package__).joinpath("singular.yaml").read_text(encoding="utf-8")
+)
 
 
 def readable(name: str) -> str:
@@ -119,7 +108,7 @@ def _by_arithmetic(op: str, suspect: Suspect) -> str | None:
     largest = max([0.0, *(operand.largest for operand in suspect.operands), *map(abs, suspect.scalars)])
     # A product of two such values, summed as often as there are elements, is the most that one operation can make.
     count = max((operand.count for operand in suspect.operands), default=1)
-    limit = _LIMITS.get(suspect.produced.dtype, 0.0)
+    limit = torch.finfo(getattr(torch, suspect.produced.dtype)).max
     if max(largest, largest * largest) * count <= limit or not (suspect.produced.inf or suspect.produced.nan):
         return None
     bound = "65 504" if suspect.produced.dtype == "float16" else f"{limit:.4g}"

@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
 
 from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
@@ -34,32 +37,11 @@ Waits = Literal[
 
 _LONGEST_NAME = 300
 
-_SYSCALLS: dict[Waits, str] = {
-    "futex": "futex futex_waitv",
-    "sleep": "nanosleep clock_nanosleep",
-    "child": "wait4 waitid",
-    "socket": "connect accept accept4 sendto recvfrom sendmsg recvmsg",
-    "poll": "poll ppoll select pselect6 epoll_wait epoll_pwait",
-    "file": "open openat close fsync fdatasync pread64 pwrite64 statx newfstatat getdents64 sendfile rename",
-    "file lock": "flock fcntl",
-    "device": "ioctl",
-    "signal": "pause rt_sigsuspend rt_sigtimedwait",
-}
-_WAITS: dict[str, Waits] = {name: waits for waits, names in _SYSCALLS.items() for name in names.split()}
-_CHANNELS: tuple[tuple[str, Waits], ...] = (
-    (r"futex", "futex"),
-    (r"nanosleep|hrtimer", "sleep"),
-    (r"do_wait$|wait_consider|kernel_wait4|do_wait_pid", "child"),
-    (r"pipe_read", "pipe read"),
-    (r"pipe_write", "pipe write"),
-    (r"unix_stream|sk_|inet_|tcp_|sock_|skb_|wait_woken", "socket"),
-    (r"lock_inode|flock", "file lock"),
-    (r"poll|select|ep_", "poll"),
-    (r"wait_for_partner|fifo_open|io_schedule|folio_|nfs|rpc_|request_wait_answer|jbd2|ext4|xfs|fuse", "file"),
-    (r"nvidia|nv_|amdgpu|kfd_", "device"),
-    (r"sigsuspend|sigtimedwait|do_pause", "signal"),
-)
-"""Names of kernel functions in /proc/<pid>/wchan, Linux 5.10 to 6.18."""
+_KERNEL = yaml.safe_load(resources.files(__package__).joinpath("kernel.yaml").read_text(encoding="utf-8"))
+_WAITS: dict[str, Waits] = {name: waits for waits, names in _KERNEL["system calls"].items() for name in names.split()}
+_CHANNELS: dict[Waits, str] = _KERNEL["kernel functions"]
+KIND_OF: dict[str, Any] = _KERNEL["kinds"]
+"""Kind of hang, confidence and words, by what a thread waits for."""
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
 
 
@@ -88,7 +70,7 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
             return "socket"
     if found := _WAITS.get(syscall):
         return found
-    for pattern, waits in _CHANNELS:
+    for waits, pattern in _CHANNELS.items():
         if channel and re.search(pattern, channel):
             return waits
     return "file" if syscall in ("read", "readv", "write", "writev") and target.startswith("/") else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from holdfast.explain.evidence import Frame, is_own_code
-from holdfast.explain.hangs.evidence import Examined, ThreadLook, clean
+from holdfast.explain.hangs.evidence import KIND_OF, Examined, ThreadLook, clean
 
 HangKind = Literal[
     "loader",
@@ -266,19 +266,6 @@ def _holds_gil(process: Examined, thread: ThreadLook) -> bool:
     return len(held) > 1 and all(held)
 
 
-_BY_KERNEL: dict[str, tuple[HangKind, float, str]] = {
-    "child": ("process", 0.9, "waits for a process to end"),
-    "pipe read": ("pipe", 0.9, "waits for a pipe that nobody writes to"),
-    "pipe write": ("pipe", 0.9, "waits for a pipe to be read by somebody: it is full"),
-    "socket": ("socket", 0.9, "waits for the other end of a connection"),
-    "file lock": ("I/O", 0.9, "waits for a lock on a file"),
-    "file": ("I/O", 0.9, "waits for a file"),
-    "sleep": ("sleep", 0.9, "sleeps"),
-    "signal": ("sleep", 0.9, "waits for a signal"),
-    "futex": ("lock", 0.85, "waits for a lock"),
-}
-
-
 def _waiting(process: Examined, thread: ThreadLook, below: Sequence[Frame]) -> tuple[HangKind, float, str]:
     """Return kind, confidence and words for a thread that waits: by its frames if they say it, else by the kernel."""
     waits = thread.waits
@@ -296,7 +283,8 @@ def _waiting(process: Examined, thread: ThreadLook, below: Sequence[Frame]) -> t
         return ("GPU sync", 0.8, "waits for the GPU") if process.uses_gpu else ("I/O", 0.6, "waits for a device")
     if waits == "futex" and process.uses_gpu and _any(_CUDA, below):
         return "GPU sync", 0.7, "waits for the GPU"
-    return _BY_KERNEL[waits] if waits in _BY_KERNEL else _by_frames(below)
+    kind, confidence, doing = KIND_OF.get(waits) or _by_frames(below)
+    return kind, confidence, doing
 
 
 def _by_frames(below: Sequence[Frame]) -> tuple[HangKind, float, str]:

@@ -9,7 +9,10 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Frame, Statement
@@ -21,23 +24,7 @@ _MOST_CHAIN = 20
 _MOST_TEXT = 20_000
 _COMPARED = 120  # characters of the first line in which a log and a recording of one exception agree
 
-# What a guard did against trouble, in words; the number of times is put before.
-_REMEDIES = {
-    "split": "passed the batch in smaller parts for want of memory",
-    "recompute": "recomputed activations for want of memory",
-    "retry": "tried again after freeing memory",
-    "skip_step": "skipped the step",
-    "roll_back": "went back to a good checkpoint",
-    "learning_rate_lowered": "lowered the learning rate",
-    "spike_clipped": "clipped a gradient spike",
-    "loader_healed": "replaced the workers of the loader",
-    "sample_quarantined": "quarantined a sample that could not be loaded",
-    "samples_dropped": "left out samples with bad values",
-    "checkpoint_damaged": "passed over a damaged checkpoint",
-}
-
-_REASONS = {"loader_healed": "cause", "sample_quarantined": "evidence", "checkpoint_damaged": "why"}
-"""Where an event holds why it happened; ``reason`` elsewhere."""
+_GUARD = yaml.safe_load(resources.files(__package__).joinpath("guard_events.yaml").read_text(encoding="utf-8"))
 _MOST_REASON = 400  # characters
 
 
@@ -121,12 +108,12 @@ def already_tried(events: Iterable[Event]) -> list[str]:
     newest: dict[str, str] = {}
     for event in events:
         counted[event.kind] += 1
-        newest[event.kind] = text_of(event.data.get(_REASONS.get(event.kind, "reason"))).strip()
+        newest[event.kind] = text_of(event.data.get(_GUARD["remedies"].get(event.kind, ("", "reason"))[1])).strip()
     return [
         f"a Guard {words}"
         + (f", {counted[kind]} times" if counted[kind] > 1 else "")
         + (f": {newest[kind].splitlines()[-1][:_MOST_REASON]}" if newest[kind] else "")
-        for kind, words in _REMEDIES.items()
+        for kind, (words, _) in _GUARD["remedies"].items()
         if counted[kind]
     ]
 
@@ -171,23 +158,7 @@ def same(one: Statement, other: Statement) -> bool:
     return first == second
 
 
-# What a Guard writes after the error that ends it, and while it closes. Any other event says that it went on.
-_OF_AN_END = frozenset(
-    {
-        "stop",
-        "left_by_exception",
-        "closed",
-        "stop_requested",
-        "checkpoint_saved",
-        "save_failed",
-        "save_refused",
-        "save_postponed",
-        "not_saved",
-        "finding",
-        "note",
-        "gradient_flow",
-    }
-)
+_OF_AN_END = frozenset(_GUARD["of_an_end"].split())
 _BEGINS = ("loop", "resumed")
 
 
