@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from importlib import resources
 from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
 import torch
+import yaml
 
 from holdfast.forecast.fake.guesses import Guesses
 
@@ -25,15 +27,6 @@ _PROPERTIES = SimpleNamespace(
     is_integrated=False,
     is_multi_gpu_board=False,
 )
-_WITHOUT_EFFECT = """
-    init _lazy_init set_device synchronize empty_cache ipc_collect set_stream reset_peak_memory_stats
-    reset_max_memory_allocated reset_max_memory_cached reset_accumulated_memory_stats
-    set_per_process_memory_fraction _record_memory_history manual_seed manual_seed_all seed seed_all set_rng_state
-    set_rng_state_all set_sync_debug_mode
-"""
-_MEMORY_IN_USE = """
-    memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached
-"""
 
 
 class Patches(contextlib.ExitStack):
@@ -108,9 +101,6 @@ def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
 
 
 def _answers(guesses: Guesses) -> dict[str, Callable[..., Any]]:
-    def always(names: str, answer: Any) -> dict[str, Callable[..., Any]]:
-        return dict.fromkeys(names.split(), lambda *_, **__: answer)
-
     def noted(name: str, answer: Any) -> Callable[..., Any]:
         def ask(*_: Any, **__: Any) -> Any:
             guesses.assume(f"torch.cuda.{name}() was answered with {answer}")
@@ -118,26 +108,20 @@ def _answers(guesses: Guesses) -> dict[str, Callable[..., Any]]:
 
         return ask
 
+    answers = yaml.safe_load(resources.files(__package__).joinpath("cuda_answers.yaml").read_text(encoding="utf-8"))
     known = {
-        **dict.fromkeys(_MEMORY_IN_USE.split(), 0),
-        "utilization": 0,
+        **dict.fromkeys(answers["memory in use"].split(), 0),
         "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),
         "get_device_name": _PROPERTIES.name,
         "get_device_capability": _CAPABILITY,
         "get_device_properties": _PROPERTIES,
     }
+    plain = {name: each["answer"] for each in answers["plain"] for name in each["names"].split()}
     return {
         **{name: noted(name, answer) for name, answer in known.items()},
-        **dict.fromkeys(_WITHOUT_EFFECT.split(), _nothing),
-        **always("is_available is_initialized is_bf16_supported is_tf32_supported can_device_access_peer", True),  # noqa: FBT003
-        **always("current_device _exchange_device _maybe_exchange_device initial_seed", 0),
-        **always("current_stream default_stream", _Stream()),
-        **always("device_count", 1),
-        **always("is_current_stream_capturing", False),  # noqa: FBT003
-        **always("get_arch_list", [f"sm_{_CAPABILITY[0]}{_CAPABILITY[1]}"]),
-        **always("memory_stats", {}),
-        **always("memory_summary", ""),
-        **always("memory_snapshot", []),
+        **{name: lambda *_, answer=answer, **__: answer for name, answer in plain.items()},
+        "current_stream": lambda *_, **__: _Stream(),
+        "default_stream": lambda *_, **__: _Stream(),
         "stream": contextlib.nullcontext,
         "get_rng_state": lambda *_, **__: torch.empty(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.empty(16, dtype=torch.uint8)],
