@@ -42,16 +42,3 @@ def step_seconds(trace: Trace, device: Device, *, variant: str | None = None, mi
     seconds = operation_seconds(trace, device) * operations_played(trace, variant)
     stepped = trace.operation_phase == PHASES.index("optimizer")
     return float(micro_steps * seconds[~stepped].sum() + seconds[stepped].sum())
-
-
-def seconds_per_sample(
-    trace: Trace, device: Device, *, variant: str | None = None, global_batch_size: int | None = None
-) -> float:
-    """Return the time for one sample, which is what plans are ranked by.
-
-    A step of the optimizer has `global_batch_size` samples, or one micro-batch if that is None. A last micro-batch
-    that is not full takes as long as a full one.
-    """
-    samples = global_batch_size or trace.micro_batch_size
-    micro_steps = -(-samples // trace.micro_batch_size)
-    return step_seconds(trace, device, variant=variant, micro_steps=micro_steps) / samples

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from holdfast.forecast.allocator.replay import live_peak_bytes, smallest_cap_bytes
 from holdfast.forecast.devices.catalogue import Device
-from holdfast.forecast.devices.timing import seconds_per_sample, step_seconds
+from holdfast.forecast.devices.timing import step_seconds
 from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, with_workspaces
 from holdfast.forecast.plan.recompute_choice import choose
 from holdfast.forecast.trace.accumulation import with_accumulation
@@ -294,13 +294,10 @@ class _Search:
             fit = self._find_fit(self._sized.at(samples, known))
             if fit is not None:
                 return self._row(known, samples, fit)
-        total, device = self._question.global_batch_size, self._question.device
         modules = choose(
             self._sized.at(samples, ()),
             fits=lambda edited: self._find_fit(edited) is not None,
-            seconds=lambda edited: seconds_per_sample(
-                edited, device, variant=self._optimizer, global_batch_size=total
-            ),
+            seconds=lambda edited: step_seconds(edited, self._question.device, variant=self._optimizer),
         )
         if modules is None or not 0 < len(modules) < len(self._sized.blocks):
             return None
