@@ -40,9 +40,8 @@ assert not found, found
 """
 
 
-def test_figures_are_plausible_and_a_plan_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_plausible_and_a_plan_finds_them(tmp_path: Path) -> None:
     """A calibration gives memory, workspaces and rates in the range of real boards, and its file is a device."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     path = tmp_path / "here.json"
     code = "from holdfast.cli.main import make_app; make_app('calibrate')()"
     command = [sys.executable, "-c", code, "calibrate", "--out", str(path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,13 +10,13 @@ import typer
 from rich.table import Table
 
 from holdfast.cli.output import Json, console, failing_clearly, print_json
-from holdfast.forecast.devices.catalogue import GIB, Device, device_file, save_device
+from holdfast.forecast.devices.catalogue import GIB, Device, save_device
 
 
 def run(
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Where to write; else where `plan` looks, under the device's name."),
+        typer.Option(metavar="FILE.json", help="Where to write; else here, under the device's name."),
     ] = None,
     index: Annotated[int, typer.Option(min=0, help="Which of this machine's devices.")] = 0,
     as_json: Json = False,
@@ -28,7 +29,7 @@ def run(
         from holdfast.forecast.devices.calibration import calibrate  # here, since torch takes seconds to import
 
         device = calibrate(index)
-        path = device_file(device.name) if out is None else out
+        path = Path(f"{re.sub('[^a-z0-9.]+', '-', device.name.lower())}.json") if out is None else out
         save_device(device, path)
         if as_json:
             print_json({"file": str(path), "device": device.name})

@@ -11,24 +11,10 @@ import yaml
 
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.devices import catalogue as devices
-from holdfast.forecast.devices.catalogue import (
-    GIB,
-    configuration_directory,
-    device_file,
-    find_device,
-    known_devices,
-    load_device,
-    save_device,
-)
+from holdfast.forecast.devices.catalogue import GIB, find_device, save_device
 from holdfast.forecast.trace.events import DTYPES
 
 CATALOGUE = yaml.safe_load((Path(devices.__file__).parent / "devices.yaml").read_text())
-
-
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep this user's calibrations out."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
 @pytest.mark.parametrize("entry", CATALOGUE["devices"], ids=lambda entry: str(entry["name"]))
@@ -82,7 +68,6 @@ def test_sizes() -> None:
         ("quantum box", "known are: T4, L4"),
         ("A100-80GB:lots", "a number with GiB"),
         ("100MiB", "1 GiB or more"),
-        ("", "known are"),
     ],
 )
 def test_an_unknown_device(text: str, said: str) -> None:
@@ -97,19 +82,7 @@ def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     device = find_device("H200")
     path = tmp_path / "sub" / "mine.json"
     save_device(device, path)
-    assert load_device(path) == device
     assert find_device(str(path)) == device
-
-
-def test_a_calibrated_device_comes_before_the_catalogue() -> None:
-    """A file in the configuration directory is used for each name that torch's own name for the device stands for."""
-    plain = find_device("A100-80GB")
-    measured = devices.replace(plain, name="NVIDIA A100-SXM4-80GB", bandwidth=1.7e12, measured=True)
-    save_device(measured, device_file(measured.name))
-    assert device_file(measured.name).parent == configuration_directory()
-    assert find_device("A100-80GB") == find_device("NVIDIA A100-SXM4-80GB") == measured
-    assert find_device("A100-40GB").measured is False
-    assert measured in known_devices()
 
 
 @pytest.mark.parametrize(
@@ -135,11 +108,3 @@ def test_a_file_that_is_none_of_ours(tmp_path: Path, change: object, said: str) 
         find_device(str(path))
     assert caught.value.rule == "H416"
     assert str(path) in caught.value.what
-
-
-def test_a_broken_calibration_spoils_no_other_device() -> None:
-    """A file that nobody has named is passed over with a warning; the catalogue answers."""
-    configuration_directory().mkdir(parents=True)
-    (configuration_directory() / "old.json").write_text("{}")
-    with pytest.warns(UserWarning, match=r"old\.json"):
-        assert find_device("L4").name == "L4"

@@ -1,16 +1,14 @@
 """The catalogue of devices: what a process can use of their memory, how fast they are, each figure with its source.
 
 `find_device` takes the name of one, as people or torch write it, a size such as ``24GiB``, or a file that
-``holdfast calibrate`` has written; files in the user's configuration directory come before the catalogue.
+``holdfast calibrate`` has written.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
@@ -102,22 +100,6 @@ def find_device(text: str) -> Device:
     return _named(text)
 
 
-def known_devices() -> tuple[Device, ...]:
-    """Return the user's calibrated devices and then those of the catalogue."""
-    return (*_calibrated(), *(device for device, _ in _catalogue()))
-
-
-def device_file(name: str) -> Path:
-    """Return where ``holdfast calibrate`` keeps what it measured of a device, so that `find_device` finds it."""
-    return configuration_directory() / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}.json"
-
-
-def configuration_directory() -> Path:
-    """Return where ``holdfast calibrate`` keeps its files: below ``XDG_CONFIG_HOME``, or ``~/.config``."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "holdfast" / "devices"
-
-
 def load_device(path: Path) -> Device:
     """Read a file from ``holdfast calibrate`` (H416 if it is none)."""
     try:
@@ -152,20 +134,13 @@ def save_device(device: Device, path: Path) -> None:
 
 def _named(name: str) -> Device:
     wanted = _plain(name)
-    known = [(device, names) for device, names in _catalogue() if wanted in names]
-    names = known[0][1] if known else {wanted}
-    found = [device for device in _calibrated() if _plain(device.name) in names]
-    found += [device for device, _ in known]
-    if not found:
-        raise _unknown(name)
-    return found[0]
-
-
-def _unknown(name: str) -> PolicyError:
-    return PolicyError(
+    found = next((device for device, names in _catalogue() if wanted in names), None)
+    if found is not None:
+        return found
+    raise PolicyError(
         f"device {name!r}",
-        limit=f"known are: {', '.join(device.name for device in known_devices())}",
-        fix="use such a name, a size such as 24GiB, or a file that `holdfast calibrate` wrote there.",
+        limit=f"known are: {', '.join(device.name for device, _ in _catalogue())}",
+        fix="use such a name, a size such as 24GiB, or the FILE.json that `holdfast calibrate` wrote there.",
         rule="H416",
     )
 
@@ -213,20 +188,6 @@ def _of_unknown_kind(size: int) -> Device:
 
 def _words(size: int) -> str:
     return f"{size / GIB:.4g}GiB"
-
-
-def _calibrated() -> tuple[Device, ...]:
-    try:
-        paths = sorted(configuration_directory().glob("*.json"))
-    except (OSError, RuntimeError):  # no home directory
-        return ()
-    found = []
-    for path in paths:
-        try:
-            found.append(load_device(path))
-        except PolicyError as error:  # what nobody has named may be broken
-            warnings.warn(f"passed over: {error.what}", stacklevel=3)
-    return tuple(found)
 
 
 @functools.cache
