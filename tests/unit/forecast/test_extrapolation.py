@@ -90,19 +90,6 @@ def test_an_operation_that_only_one_batch_has_is_named_with_its_line() -> None:
     assert LINE in message
 
 
-def test_what_a_step_keeps_or_has_for_each_sample_is_said() -> None:
-    """Other numbers of storages before the step, or in its batch, are named in place of some operation."""
-    two, four = (make_step([(Layer("linear", 40),)], size) for size in (2, 4))
-    grown = replace(four, resident=(*four.resident, len(four.size_bytes)), events=four.events[1:])
-    with pytest.raises(NotAlignedError, match=r"storages live before it, there .*keeps something from step to step"):
-        fit([two, grown])
-    owner = four.owner.copy()
-    owner[len(four.resident)] = OWNERS.index("batch")
-    with pytest.raises(NotAlignedError, match="its batch is 1 tensors, there 2") as caught:
-        fit([two, replace(four, owner=owner, events=four.events[::-1])])
-    assert "collate a list of samples" in caught.value.fix
-
-
 def test_scratch_that_only_some_batches_take_is_taken_to_grow_with_the_batch() -> None:
     """Where an operation takes scratch in one trace only, the other gets its share."""
     small, large = (make_step([(Layer("linear", 40, scratch=30), Layer("gelu", 40))], size) for size in (2, 4))

@@ -22,8 +22,6 @@ def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Return the result of an operator that asks for values, fake if it is a tensor; NotImplemented for others."""
     if func in (aten._local_scalar_dense.default, aten.item.default):
         return _scalar(mode, args[0])
-    if func is aten.equal.default:
-        return _equal(mode, args[0], args[1])
     if torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor:
         if kwargs.get("output_size") is not None or (func is aten.repeat_interleave.Tensor and len(args) > 1):
             return NotImplemented  # torch has a rule for a size that is said
@@ -34,7 +32,8 @@ def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             with mode:
                 return _WORST[func](mode, *args, **kwargs)
     if torch.Tag.data_dependent_output in func.tags and [str(r.type) for r in func._schema.returns] == ["bool"]:
-        return mode.guesses.decide()
+        known = mode.facts.evaluate(func, args, kwargs)
+        return mode.guesses.decide() if known is NotImplemented else known
     return NotImplemented
 
 
@@ -54,16 +53,6 @@ def _scalar(mode: Any, tensor: torch.Tensor) -> bool | int | float | complex:
         else mode.guesses.count(at_most=fact.at_most)
     )
     return number
-
-
-def _equal(mode: Any, left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape:
-        return False
-    values = mode.facts.of(left).value, mode.facts.of(right).value
-    if values[0] is not None and values[1] is not None:
-        return bool(torch.equal(values[0], values[1]))
-    decided: bool = mode.guesses.decide()
-    return decided
 
 
 def _stand_for(mode: Any, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -91,24 +80,6 @@ _WORST: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _all_rows,
     aten.masked_select.default: _selected,
 }
-
-
-def without_rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator that has no fake kernel and only writes to its arguments (H422 for others)."""
-    schema = func._schema
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
-    written = [
-        given[argument.name]
-        for returned in schema.returns
-        for argument in schema.arguments
-        if returned.alias_info is not None
-        and argument.alias_info is not None
-        and returned.alias_info.is_write
-        and argument.alias_info.before_set & returned.alias_info.before_set
-    ]
-    if not schema.is_mutable or len(written) != len(schema.returns):
-        raise missing_rule(func)
-    return tuple(written) if len(written) > 1 else written[0] if written else None
 
 
 def undecidable(func: Any) -> PolicyError:

@@ -87,8 +87,8 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return kernel(self, func, *args, **kwargs)
         try:
             out = _dispatch(self, func, types, args, kwargs)
-        except fake_tensor.UnsupportedOperatorException:
-            out = data_dependent.without_rule(func, args, kwargs)
+        except fake_tensor.UnsupportedOperatorException as error:
+            raise data_dependent.missing_rule(func) from error
         except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException) as error:
             raise data_dependent.undecidable(func) from error
         except RuntimeError as error:

@@ -22,7 +22,7 @@ from holdfast.forecast.trace.events import OWNERS, Assumption, Trace
 # One sample goes other ways (a dimension of 1 is contiguous either way): 3 of the 7 models that were tried did.
 LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
-_SCRATCH, _BATCH = OWNERS.index("scratch"), OWNERS.index("batch")
+_SCRATCH = OWNERS.index("scratch")
 _OF_ANY_SIZE = [OWNERS.index(owner) for owner in ("parameters", "gradients", "optimizer state")]
 _COMPARED = ("blocks", "resident", "carried", "variants", "block_runs", "precision", "route", "length")
 
@@ -153,28 +153,12 @@ def _find_difference(first: Trace, other: Trace) -> str | None:
         operation = at if operation is None else min(operation, at)
     elif operation is None:
         operation = _first_unequal(first.operation_event, other.operation_event)
-    if operation is not None and (counted := _find_count(first, other)):
-        return counted
     if operation is not None:
         return f"operation {operation} is {_operation(first, operation)}, there {_operation(other, operation)}"
     if _found(first) != _found(other):
         return "the parameters and states that live before it differ"
     changed = next((name for name in _COMPARED if getattr(first, name) != getattr(other, name)), None)
     return None if changed is None else f"their {changed.replace('_', ' ')} differ"
-
-
-def _find_count(first: Trace, other: Trace) -> str | None:
-    """Say that other numbers of tensors are there before anything is done, if that is what differs."""
-    found = len(first.resident), len(other.resident)
-    if found[0] != found[1]:
-        return f"{found[0]} storages live before it, there {found[1]}: it keeps something from step to step"
-    if _tensors_of_batch(first) != _tensors_of_batch(other):
-        return f"its batch is {_tensors_of_batch(first)} tensors, there {_tensors_of_batch(other)}"
-    return None
-
-
-def _tensors_of_batch(trace: Trace) -> int:
-    return int((trace.owner == _BATCH).sum())
 
 
 def _found(trace: Trace) -> list[tuple[int, int, int]]:
