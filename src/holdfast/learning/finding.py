@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -29,7 +29,6 @@ class Finding:
         kind: Whether the rule names a cause, or only a symptom that may have several.
         confidence: Between 0 and 1: how often the rule is right when it speaks, as far as measured.
         what: What was found, one sentence.
-        evidence: The numbers and texts that it rests on; can be written as JSON.
         fix: What to do, one sentence.
         where: The parameter, module, optimizer or call that it is about, if it is about one.
     """
@@ -39,7 +38,6 @@ class Finding:
     kind: Kind
     confidence: float
     what: str
-    evidence: Mapping[str, Any] = field(default_factory=dict)
     fix: str
     where: str = ""
 
@@ -71,9 +69,7 @@ def demoted(finding: Finding, cause: str | None) -> Finding:
     """Return a finding as a note about what follows from a cause; None: as it is."""
     if cause is None or finding.severity == "note":
         return finding
-    return dataclasses.replace(
-        finding, severity="note", kind="symptom", evidence={**finding.evidence, "follows_from": cause}
-    )
+    return dataclasses.replace(finding, severity="note", kind="symptom")
 
 
 def with_origin(finding: Finding, traced: str | None) -> Finding:
@@ -87,7 +83,7 @@ def with_origin(finding: Finding, traced: str | None) -> Finding:
         return finding
     begins = f"{finding.fix.rstrip('.')}. Look" if finding.rule == "H806" else "look"
     fix = f"{begins} at the origin of the newest such step, from the event nonfinite_origin: {traced}."
-    return dataclasses.replace(finding, fix=fix, evidence={**finding.evidence, "traced": traced})
+    return dataclasses.replace(finding, fix=fix)
 
 
 _EXPLANATIONS = resources.files(__package__).joinpath("explanations.yaml").read_text(encoding="utf-8")

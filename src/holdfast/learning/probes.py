@@ -107,7 +107,6 @@ def probe(
 def _probe(trial: Trial) -> list[Finding]:
     found: list[Finding] = []
     untried: dict[str, str] = {}
-    tried = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(eager())  # what is tried has other sizes, and a copy of the process has no compiler
         try:
@@ -120,10 +119,9 @@ def _probe(trial: Trial) -> list[Finding]:
             try:
                 trial.begin()
                 found += attempt(trial)
-                tried.append(name)
             except Exception as error:  # noqa: BLE001 - a loss function may fail on what it never meets in training
                 untried[name] = _why(error)
-    return [*found, _untried(untried, tried)] if untried else found
+    return [*found, _untried(untried)] if untried else found
 
 
 def _why(error: BaseException) -> str:
@@ -135,29 +133,25 @@ def _why(error: BaseException) -> str:
 _EXPLAINED_BY = {"H825": {"H831"}, "H829": {"H831", "H830", "H825"}}
 
 
-def _cause(
-    rule: str, what: str, fix: str, where: str = "", *, confidence: float, sure: bool = True, **evidence: Any
-) -> Finding:
+def _cause(rule: str, what: str, fix: str, where: str = "", *, confidence: float, sure: bool = True) -> Finding:
     return Finding(
         rule=rule,
         severity="error" if sure else "advice",
         kind="cause",
         confidence=confidence,
         what=what,
-        evidence=evidence,
         fix=fix,
         where=where,
     )
 
 
-def _untried(why: dict[str, str], tried: Sequence[str] = ()) -> Finding:
+def _untried(why: dict[str, str]) -> Finding:
     return Finding(
         rule="H828",
         severity="note",
         kind="symptom",
         confidence=1.0,
         what=f"The search for the cause is not complete: {', '.join(why)} not tried ({next(iter(why.values()))})",
-        evidence={"untried": why, "tried": list(tried)},
         fix="Allow the diagnosis more time, or look at the causes that the rule names one by one.",
     )
 
@@ -176,7 +170,7 @@ def _try_direction(trial: Trial) -> list[Finding]:
     whole = trial.slopes(list(gradients.values()), loss)
     largest = sorted((name for name in squares if squares[name] > 1e-4 * total), key=lambda name: -squares[name])
     single = {name: trial.slopes([gradients[name]], loss) for name in largest[:_TENSORS]}
-    reversed_tensors = {name: _rounded(slopes) for name, slopes in single.items() if _is_reversed(slopes)}
+    reversed_tensors = [name for name, slopes in single.items() if _is_reversed(slopes)]
     is_all = _is_reversed(whole)
     if not is_all and not reversed_tensors:
         return []
@@ -190,12 +184,9 @@ def _try_direction(trial: Trial) -> list[Finding]:
             "H831",
             f"The loss rises along the negative gradient{part}",
             fix,
-            ", ".join([*reversed_tensors][:3]) + ", ..." * (len(reversed_tensors) > 3),
+            ", ".join(reversed_tensors[:3]) + ", ..." * (len(reversed_tensors) > 3),
             confidence=0.95 if is_all else 0.8,
             sure=is_all,
-            slopes_of_all=_rounded(whole),
-            slopes=reversed_tensors,
-            slope_of_a_right_gradient=1.0,
         )
     ]
 
@@ -230,7 +221,6 @@ def _try_inputs(trial: Trial) -> list[Finding]:
         "that is the same for every input, or units that are all dead."
     )
     names = {number: f"tensor {number} of the batch" for number in influence}
-    others = {names[number]: change for number, change in influence.items() if number not in ignored}
     return [
         _cause(
             "H830",
@@ -238,10 +228,6 @@ def _try_inputs(trial: Trial) -> list[Finding]:
             fix,
             names[number],
             confidence=0.95,
-            loss=loss,
-            largest_change=influence[number],
-            shape=list(trial.tensor(number).shape),
-            change_by_others=others,
         )
         for number in ignored
         if number in read
@@ -277,8 +263,7 @@ def _try_lower_rates(trial: Trial, own: list[float]) -> list[Finding]:
         return []
     what = "The optimizer moves against the gradient: the loss rises with every step, however small"
     fix = "Look for maximize=True, a negative learning rate or a wrong sign in the optimizer's step."
-    losses, at_lowest = _rounded(own), _rounded(lower)
-    return [_cause("H831", what, fix, trial.optimizer_names, confidence=0.9, losses=losses, at_lowest_lr=at_lowest)]
+    return [_cause("H831", what, fix, trial.optimizer_names, confidence=0.9)]
 
 
 def _fall(losses: Sequence[float]) -> float:
@@ -313,9 +298,6 @@ def _rate_finding(rule: str, trial: Trial, own: list[float], factor: float, othe
         trial.optimizer_names,
         confidence=0.85,
         sure=False,
-        losses=_rounded(own),
-        factor=factor,
-        losses_with_factor=_rounded(other),
     )
 
 
@@ -325,44 +307,35 @@ def _rate_finding(rule: str, trial: Trial, own: list[float], factor: float, othe
 def _try_to_fit(trial: Trial) -> list[Finding]:
     """Fit a few samples with a fresh Adam."""
     few, samples = trial.first(_FIT_SAMPLES)
-    start = trial.loss(few, backward=True)
     drop = _FIT_DROP if len(trial.varying(few)) > 1 else _FIT_DROP_ALONE
-    lowest: dict[str, float] = {}
     for rate in _FIT_RATES:
         trial.begin()
-        reached = _fit(trial, few, rate, drop)
-        if reached is None:
+        if _fits(trial, few, rate, drop):
             return []
-        lowest[f"{rate:g}"] = reached
     what = f"A fresh Adam cannot lower the loss of {samples or 'all'} samples by {drop:.0%} in {_FIT_STEPS} steps"
     fix = (
         "The fault is in the code, the architecture or the weights, not in the data or the learning rate: look for a "
         "detached path, a loss on the wrong tensor, a saturated output, dead units, or too few trainable weights."
     )
     sure = drop == _FIT_DROP
-    return [_cause("H829", what, fix, confidence=0.85 if sure else 0.6, sure=sure, loss=start, lowest=lowest)]
+    return [_cause("H829", what, fix, confidence=0.85 if sure else 0.6, sure=sure)]
 
 
-def _fit(trial: Trial, few: Any, rate: float, drop: float) -> float | None:
-    """Return the lowest loss that a fresh Adam reaches on a few samples, or None if it fits them."""
+def _fits(trial: Trial, few: Any, rate: float, drop: float) -> bool:
+    """Return whether a fresh Adam fits a few samples."""
     optimizer = torch.optim.Adam(trial.parameters, lr=rate)
-    first = lowest = last = trial.finite_loss(few, backward=True)
+    first = last = trial.finite_loss(few, backward=True)
     for _ in range(_FIT_STEPS):
         trial.densify()
         optimizer.step()
         last = trial.loss(few, backward=True)
         if not math.isfinite(last):
-            return lowest
-        lowest = min(lowest, last)
+            return False
         if first - last >= drop * abs(first):
-            return None
+            return True
     # A loss with a floor, such as label smoothing, may not halve. It fits if only the right pairs have a low one.
     pairs = (pair for number in trial.varying(few)[1:] for pair in trial.mixed(few, number))
-    return None if any(last < _FIT_PAIRS * trial.loss(pair) for pair in pairs) else lowest
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.5g}") for value in values]
+    return any(last < _FIT_PAIRS * trial.loss(pair) for pair in pairs)
 
 
 _PROBES: dict[str, Callable[[Trial], list[Finding]]] = {

@@ -25,7 +25,6 @@ def test_a_chain_of_symptoms_is_reported_by_its_root() -> None:
     found_all = ordered([*chain, found("H806", "error")])
     assert found_all[0].rule == "H806"
     assert [finding.severity for finding in found_all] == ["error", "note", "note", "note"]
-    assert {finding.evidence["follows_from"] for finding in found_all[1:]} <= {"H806", "H801", "H802"}
 
 
 def test_a_note_explains_nothing() -> None:
@@ -54,7 +53,7 @@ def test_explanations_name_rules_that_exist_and_have_no_circle() -> None:
 
 def test_a_finding_can_be_written_down_and_read_aloud() -> None:
     """It is plain data for an event, and a text with its rule for a person."""
-    finding = found("H811", evidence={"in_a_row": 3}, where="critic")
+    finding = found("H811", where="critic")
     assert Finding(**json.loads(json.dumps(asdict(finding)))) == finding
     assert str(finding) == "This. (critic)\nFix: That.\n[H811] run `holdfast explain H811`"
     with pytest.raises(dataclasses.FrozenInstanceError):

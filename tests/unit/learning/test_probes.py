@@ -212,11 +212,7 @@ def test_the_cause_of_a_faulty_program_is_named_first(name):
     (found,) = program.probe(in_place=True)
     assert (found.rule, found.kind) == (rule, "cause")
     assert found.where.startswith(where)
-    if "slopes" in found.evidence and where:
-        assert found.evidence["slopes"][where] == pytest.approx([-1.0, -1.0], rel=0.05)
-    if "factor" in found.evidence:
-        assert found.fix.startswith(f"Multiply the learning rate by {found.evidence['factor']:g}")
-        assert found.evidence["losses_with_factor"][-1] < found.evidence["losses"][0]
+    assert found.fix.startswith("Multiply the learning rate by ") == (rule in ("H824", "H825"))
 
 
 @pytest.mark.parametrize("name", ["reversed hook on one layer", "output ignores input", "rate too high for SGD"])
@@ -327,7 +323,7 @@ def test_a_loss_that_fails_in_the_middle_leaves_no_trace_and_is_said():
     program.loss = loss
     (note,) = program.probe(in_place=True)
     assert (note.rule, note.severity) == ("H828", "note")
-    assert note.evidence["untried"]["H825"] == "RuntimeError: no luck"
+    assert "RuntimeError: no luck" in note.what
     assert same(state_of(program), before)
 
 
@@ -350,10 +346,8 @@ def test_the_budget_ends_the_trials_and_what_was_left_out_is_said(in_place):
     finding, note = program.probe(clock=clock, budget_seconds=40.0, in_place=in_place)
     assert finding.rule == "H830"
     assert note.rule == "H828"
-    assert note.evidence["tried"] == ["H831", "H830"]
-    assert set(note.evidence["untried"]) == {"H825"}
-    assert "time" in note.what
+    assert "not complete: H825 not tried (the time" in note.what
     assert calls[0] <= 40
     assert same(state_of(program), before)
     (note,) = program.probe(clock=clock, budget_seconds=0.0, in_place=in_place)
-    assert set(note.evidence["untried"]) == {"H831", "H830", "H825", "H829"}
+    assert "not complete: H831, H830, H825, H829 not tried" in note.what

@@ -366,7 +366,6 @@ class Finding(EventData):
     fix: str
     about: str = "symptom"
     confidence: float | None = None
-    evidence: Mapping[str, Any] | None = None
     where: str = ""
 
 

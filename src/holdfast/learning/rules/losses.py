@@ -29,7 +29,7 @@ def _nonfinite_input(facts: Facts, say: Say, name: str, given: InputFacts) -> It
         what = f"{given.nonfinite} observed batch(es) given to the model held NaN or Inf"
         fix = "find and drop these samples; Policy(drop_nonfinite_samples=True) makes steps without them."
         # A model may fill in what is missing.
-        yield say(what, fix, name, severity="error" if facts.broken else "note", calls=given.calls)
+        yield say(what, fix, name, severity="error" if facts.broken else "note")
 
 
 @checks(rule="H836", tier="contract", severity="error", kind="cause", confidence=0.95, each="losses")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from holdfast.learning.facts import Facts, OptimizerFacts, SchedulerFacts
 from holdfast.learning.finding import Finding
@@ -23,9 +22,10 @@ def gradient_first(optimizer: OptimizerFacts) -> bool:
 def _nonfinite_gradient(_: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
     if optimizer.nonfinite_gradients:
         what = f"{optimizer.nonfinite_gradients} observed step(s) used NaN or Inf as a gradient"
+        what += f", first in {', '.join(optimizer.nonfinite_names)}" if optimizer.nonfinite_names else ""
         fix = "skip such steps (holdfast.Guard does), and find the operation that they come from."
         first = gradient_first(optimizer)
-        yield say(what, fix, name, severity="error" if first else "note", first_in=optimizer.nonfinite_names)
+        yield say(what, fix, name, severity="error" if first else "note")
 
 
 @checks(rule="H804", tier="contract", severity="error", kind="symptom", confidence=0.95)
@@ -34,7 +34,7 @@ def _nonfinite_weights(facts: Facts, say: Say) -> Iterator[Finding]:
     bad += [name for model in facts.models.values() for name in model.nonfinite_buffers]
     if bad:
         fix = "go back to the last good checkpoint; what made them is the first of these findings."
-        yield say(f"NaN or Inf in {', '.join(bad[:5])}", fix, count=len(bad))
+        yield say(f"NaN or Inf in {', '.join(bad[:5])}", fix)
 
 
 @checks(rule="H805", tier="contract", severity="error", kind="symptom", confidence=0.95, each="optimizers")
@@ -141,7 +141,7 @@ def _scheduler_out_of_step(facts: Facts, say: Say) -> Iterator[Finding]:
         fault = _fault_of(scheduler, faded=faded)
         if fault and scheduler.kind != "ReduceLROnPlateau":
             fix = "call scheduler.step() after optimizer.step(), once for each unit that its arguments count."
-            yield say(f"the {scheduler.kind} is out of step: {fault}", fix, name, **asdict(scheduler))
+            yield say(f"the {scheduler.kind} is out of step: {fault}", fix, name)
 
 
 def _fault_of(scheduler: SchedulerFacts, *, faded: bool) -> str:
@@ -162,7 +162,7 @@ def _scheduler_on_skipped_steps(_: Facts, say: Say, name: str, scheduler: Schedu
     if 3 <= several <= 0.5 * steps and scheduler.every_step + several > 0.9 * steps - 2:
         what = f"the {scheduler.kind} was advanced {several} times for a step that the optimizer skipped"
         fix = "advance it only when the optimizer really stepped; compare the loss scale before and after."
-        yield say(what, fix, name, **asdict(scheduler))
+        yield say(what, fix, name)
 
 
 @checks(rule="H854", tier="contract", severity="advice", kind="cause", confidence=0.9, each="schedulers")

@@ -50,11 +50,6 @@ class Progress:
         known = self.best is not None and self.baseline is not None
         return self.failing or (known and (self.best or 0.0) > 0.85 * (self.baseline or 0.0))
 
-    def evidence(self) -> dict[str, Any]:
-        """Return the numbers that it rests on."""
-        numbers = {"start": self.start, "end": self.end, "noise": self.noise, "best_constant": self.baseline}
-        return {key: value for key, value in numbers.items() if value is not None}
-
 
 def middle(values: Sequence[float]) -> float:
     """Return the median."""
@@ -136,7 +131,7 @@ def _no_better_than_constant(facts: Facts, say: Say) -> Iterator[Finding]:
         fix = (
             "find out whether one batch can be overfitted (H829), and whether the output depends on the input (H830)."
         )
-        yield say(what, _likely_reason(facts) or fix, start=progress.start)
+        yield say(what, _likely_reason(facts) or fix)
 
 
 @checks(rule="H826", tier="window", severity="advice", kind="symptom", confidence=0.9)
@@ -144,7 +139,7 @@ def _diverged(facts: Facts, say: Say) -> Iterator[Finding]:
     progress = progress_of(facts)
     if progress.state == "diverged":
         fix = _likely_reason(facts) or "lower the learning rate or clip the gradient; look for a sign error."
-        yield say(f"the loss rose from {progress.start:.4g} to {progress.end:.4g}", fix, noise=progress.noise)
+        yield say(f"the loss rose from {progress.start:.4g} to {progress.end:.4g}", fix)
 
 
 @checks(rule="H832", tier="window", severity="note", kind="symptom", confidence=0.5)
@@ -153,7 +148,7 @@ def _plateau(facts: Facts, say: Say) -> Iterator[Finding]:
     if progress.state == "flat" and facts.steps >= 200:
         what = f"the loss is where it was: {progress.start:.4g} at the start, {progress.end:.4g} now"
         fix = "if the run has not converged, try a larger learning rate on a copy first."
-        yield say(what, fix, severity="advice" if min(main_losses(facts)) > 0 else "note", noise=progress.noise)
+        yield say(what, fix, severity="advice" if min(main_losses(facts)) > 0 else "note")
 
 
 def _step_sizes(facts: Facts) -> tuple[list[float], list[float]]:
@@ -177,7 +172,7 @@ def _learning_rate_too_high(facts: Facts, say: Say) -> Iterator[Finding]:
     if failed or (facts.broken and largest > 1):
         moved = f"in the first steps the weights moved by up to {largest:.2g} of their length at once"
         fix = "lower the learning rate: by 10 at first; momentum near 1 multiplies it too."
-        yield say(f"{moved}, and the loss blew up", fix, **progress.evidence())
+        yield say(f"{moved}, and the loss blew up", fix)
 
 
 @checks(rule="H824", tier="window", severity="advice", kind="cause", confidence=0.8)
@@ -191,7 +186,7 @@ def _learning_rate_too_low(facts: Facts, say: Say) -> Iterator[Finding]:
     if path < 1e-2 and moving:  # a hundredth of the weights: ten times catalogue 24, since this is an upper bound
         what = f"all {planned} steps together can move the weights by at most {path:.1e} of their length"
         fix = "raise the learning rate, by 10 to 100; look for a clip limit or a scheduler that makes it tiny."
-        yield say(what, fix, **progress.evidence())
+        yield say(what, fix)
 
 
 @checks(rule="H823", tier="window", severity="note", kind="symptom", confidence=0.6)
@@ -224,7 +219,7 @@ def _loss_spikes(facts: Facts, say: Say) -> Iterator[Finding]:
     high = sum(value > usual + max(6 * spread, math.log(3)) for value in logs)  # catalogue 27
     if 0 < high < 0.05 * len(logs):
         what = f"{high} of {len(logs)} observed losses stand far above the others"
-        yield say(what, "look at these batches; clip the gradient.", usual=math.exp(usual), largest=max(losses))
+        yield say(what, "look at these batches; clip the gradient.")
 
 
 @checks(rule="H833", tier="window", severity="advice", kind="cause", confidence=0.85)
@@ -244,7 +239,7 @@ def _overfitting(facts: Facts, say: Say) -> Iterator[Finding]:
             f"{then:.4g} to {now:.4g}"
         )
         fix = f"keep the weights of step {seen[best][0]}; use more data, augmentation, or a smaller model."
-        yield say(what, fix, best_step=seen[best][0])
+        yield say(what, fix)
 
 
 @checks(rule="H818", tier="window", severity="note", kind="cause", confidence=0.5, each="optimizers")
@@ -262,9 +257,9 @@ def _always_clipped(facts: Facts, say: Say, name: str, optimizer: OptimizerFacts
     tiny = limit < 1e-3 and progress_of(facts).state in ("flat", "constant")
     # What is left of the gradient is left of the step, unless the optimizer divides by its size.
     if tiny or (optimizer.kind == "SGD" and optimizer.scaled is not None and optimizer.scaled < 0.01):
-        yield say(what, fix, name, severity="advice", confidence=0.85, scaled=optimizer.scaled)
+        yield say(what, fix, name, severity="advice", confidence=0.85)
     else:
-        yield say(what, fix, name, scaled=optimizer.scaled)
+        yield say(what, fix, name)
 
 
 @checks(rule="H858", tier="window", severity="advice", kind="cause", confidence=0.85)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from holdfast.learning.facts import Facts
 from holdfast.learning.finding import Finding, Kind, Severity
@@ -35,16 +35,14 @@ class Say:
         *,
         severity: Severity | None = None,
         confidence: float | None = None,
-        **evidence: Any,
     ) -> Finding:
-        """Return a finding; `evidence` is what the text does not say itself."""
+        """Return a finding."""
         return Finding(
             rule=self.rule,
             severity=severity or self.severity,
             kind=self.kind,
             confidence=confidence or self.confidence,
             what=what,
-            evidence=evidence,
             fix=fix,
             where=where,
         )

@@ -25,9 +25,10 @@ def _weights_outside(facts: Facts, say: Say) -> Iterator[Finding]:
             continue
         share = model.outside_weights / max(1, model.weights)
         served = model.outside_with_gradient > 0 and 0.5 < share < 1 and not model.outside_changed
-        what = f"{model.outside_count} trainable parameter(s), {share:.0%} of the weights, are in no optimizer"
+        what = f"{model.outside_count} trainable parameter(s), {share:.0%} of the weights, are in no optimizer: "
+        what += ", ".join(model.outside)
         fix = "pass them to the optimizer, or call requires_grad_(False) on them if they are meant to stay."
-        yield say(what, fix, name, severity=advice_if(served), first=model.outside)
+        yield say(what, fix, name, severity=advice_if(served))
 
 
 @checks(rule="H809", tier="contract", severity="error", kind="cause", confidence=0.95, each="optimizers")

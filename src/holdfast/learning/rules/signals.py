@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from holdfast.learning.facts import Facts, InputFacts, LossFacts
 from holdfast.learning.finding import Finding
@@ -32,7 +31,7 @@ def _sorted_labels(facts: Facts, say: Say, place: str, site: LossFacts) -> Itera
     few = expected >= 1.8 and 0 < seen < 0.6 * expected
     if facts.minimizes_one_loss and site.labelled_calls >= _BATCHES and few:
         what = f"a batch holds {seen:.1f} different labels, where {expected:.1f} are expected of shuffled data"
-        yield say(what, "shuffle: DataLoader(..., shuffle=True).", place, batches=site.labelled_calls)
+        yield say(what, "shuffle: DataLoader(..., shuffle=True).", place)
 
 
 @checks(rule="H844", tier="window", severity="advice", kind="cause", confidence=0.8)
@@ -51,7 +50,7 @@ def _nothing_to_learn(facts: Facts, say: Say) -> Iterator[Finding]:
             trivial = site.values[-1] < 0.02 * max(site.values[0], 1e-9)
             what = f"every target of {site.function} in {site.calls} observed calls is the same"
             fix = "look at how labels are read and filtered."
-            yield say(what, fix, place, severity=advice_if(trivial), last_loss=site.values[-1])
+            yield say(what, fix, place, severity=advice_if(trivial))
 
 
 @checks(rule="H845", tier="window", severity="note", kind="cause", confidence=0.6)
@@ -64,7 +63,7 @@ def _same_batch(facts: Facts, say: Say) -> Iterator[Finding]:
             what = f"{seen} observed batches had {given.different} different content(s)"
             fix = "iterate over the loader: next(iter(loader)) in the loop starts anew each time."
             loader = classified and given.batch in (16, 32, 64, 128)
-            yield say(what, fix, name, severity=advice_if(loader), batch=given.batch)
+            yield say(what, fix, name, severity=advice_if(loader))
 
 
 @checks(rule="H846", tier="window", severity="advice", kind="cause", confidence=0.7, each="inputs")
@@ -73,7 +72,7 @@ def _workers_repeat(_: Facts, say: Say, name: str, given: InputFacts) -> Iterato
     if seen >= _BATCHES and 0.3 * seen < pairs < 0.9 * seen and given.different > 0.1 * seen:
         what = f"{pairs} of {seen} observed batches are equal to the one that the loader gave before"
         fix = "give each worker its own seed (worker_init_fn), also for numpy's random numbers."
-        yield say(what, fix, name, different=given.different)
+        yield say(what, fix, name)
 
 
 @checks(rule="H847", tier="window", severity="note", kind="cause", confidence=0.8)
@@ -85,10 +84,10 @@ def _dead_units(facts: Facts, say: Say) -> Iterator[Finding]:
         severe = bad[worst] > 0.98 or (bad[worst] > 0.7 and progress_of(facts).failing)
         what = f"{bad[worst]:.0%} of the units of {worst} were not active once in three windows of 20 steps"
         fix = "lower the learning rate, look at the bias and the scale of the inputs, or use LeakyReLU."
-        yield say(what, fix, worst, severity=advice_if(severe), dead=bad)
+        yield say(what, fix, worst, severity=advice_if(severe))
 
 
-_Lost = tuple[str, str, dict[str, Any]]  # what is said, where, evidence
+_Lost = tuple[str, str]  # what is said, and where
 
 
 @checks(rule="H848", tier="window", severity="note", kind="cause", confidence=0.7)
@@ -107,9 +106,9 @@ def _depth_profile(facts: Facts, say: Say) -> Iterator[Finding]:
     )
     for confidence, loud, signal in found:
         if signal is not None:
-            what, where, evidence = signal
+            what, where = signal
             severity = advice_if(loud)
-            yield say(what, fix, where, severity=severity, confidence=confidence, **evidence)
+            yield say(what, fix, where, severity=severity, confidence=confidence)
             return
 
 
@@ -133,7 +132,7 @@ def _vanishing_within(facts: Facts, prefix: str) -> _Lost | None:
         return None
     word = "vanish" if low < high else "explode"
     what = f"gradients {word} towards the input: {low:.1e} in {first}, {high:.1e} in {last}"
-    return what, first, {"by_layer": dict(profile[:12])}
+    return what, first
 
 
 def _saturated(facts: Facts) -> _Lost | None:
@@ -142,7 +141,7 @@ def _saturated(facts: Facts) -> _Lost | None:
         return None
     where = max(bad, key=lambda name: bad[name])
     what = f"{bad[where]:.0%} of the values of {where} sit at its bounds, where no gradient passes"
-    return what, where, {"saturated": bad}
+    return what, where
 
 
 def _exploding(facts: Facts) -> _Lost | None:
@@ -153,12 +152,12 @@ def _exploding(facts: Facts) -> _Lost | None:
         usual = site.target_scale or (site.baseline if site.function != "mse_loss" else None)
         if site.first is not None and usual and site.first > 10 * usual:
             first = f"the first loss, {site.first:.3g}, is far above {usual:.3g}"
-            return f"signals explode on the way forward: {first}", place, {}
+            return f"signals explode on the way forward: {first}", place
     for name, optimizer in facts.optimizers.items():
         norms = [norm for norm in optimizer.gradient_norms if math.isfinite(norm)]
         if len(norms) >= 5 and max(norms) > 1e3 * max(1.0, middle(norms[:10])):
             what = f"the gradient norm reached {max(norms):.2g}, a thousand times the usual"
-            return what, name, {"usual": middle(norms[:10])}
+            return what, name
     return None
 
 
@@ -168,7 +167,7 @@ def _input_scale(facts: Facts, say: Say, name: str, given: InputFacts) -> Iterat
         what = f"the inputs are not scaled: they reach {given.largest:.3g}"
         fix = "scale the inputs to mean 0 and variance 1, with the training set's statistics."
         severity = advice_if(progress_of(facts).poor or facts.broken)
-        yield say(what, fix, name, severity=severity, mean_to_spread=given.offset)
+        yield say(what, fix, name, severity=severity)
 
 
 @checks(rule="H852", tier="window", severity="advice", kind="symptom", confidence=0.8)
@@ -183,7 +182,7 @@ def _alignment_failed(facts: Facts, say: Say) -> Iterator[Finding]:
             f"{alignment['sharpness']:.2f}, {at_end:.0%} of the utterances end at the decoder's limit"
         )
         fix = "guided attention loss, trimmed silence, a larger weight of the stop token's loss."
-        yield say(what, fix, alignment=alignment)
+        yield say(what, fix)
 
 
 @checks(rule="H853", tier="window", severity="advice", kind="symptom", confidence=0.75)
