@@ -16,8 +16,7 @@ from holdfast.core.errors import OutOfMemoryError
 from holdfast.forecast.devices.catalogue import GIB
 from holdfast.forecast.plan.forecasting import DevicePlan, Forecast, Order, Verification
 from holdfast.forecast.plan.planning import Row, with_relative_times
-from holdfast.forecast.trace.events import Assumption
-from holdfast.forecast.trace.shares import shares_of
+from holdfast.forecast.trace.events import Assumption, shares_of
 
 _COLUMNS = ("precision", "optimizer", "recompute", "allocator", "micro-batch", "peak", "margin", "time")
 """Of the table; the first four are words, the others figures."""

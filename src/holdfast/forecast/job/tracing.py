@@ -153,7 +153,7 @@ def _answer(
             raise _died(f"took more than {timeout_seconds:g} s", doing, folder) from error
         status = child.wait()
     if status == -signal.SIGKILL:
-        raise _killed(doing, folder)
+        raise _died("was killed", doing, folder, killed=True)
     if status < 0:
         raise _died(f"was ended by {signal.Signals(-status).name}", doing, folder)
     raise _died(f"ended with exit code {status}", doing, folder)
@@ -207,22 +207,15 @@ def _error_of(message: dict[str, str]) -> HoldfastError:
     return error
 
 
-def _died(how: str, doing: str, folder: Path) -> PolicyError:
-    return PolicyError(
+def _died(how: str, doing: str, folder: Path, *, killed: bool = False) -> HoldfastError:
+    kind = OutOfMemoryError if killed else PolicyError  # nothing but a lack of memory, or a person, kills it
+    return kind(
         f"the process that traces {how} while {doing}{_last_lines(folder)}",
         limit="it must live until the step is traced",
-        fix="look at its last lines, and try build() and one step in a Python of your own; with a debugger's "
+        fix="free memory here, or let build() make its model from a config instead of loading its weights."
+        if killed
+        else "look at its last lines, and try build() and one step in a Python of your own; with a debugger's "
         "`faulthandler` on (PYTHONFAULTHANDLER=1) a crash says where it was.",
-        rule="H415",
-    )
-
-
-def _killed(doing: str, folder: Path) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        f"the process that traces was killed while {doing}{_last_lines(folder)}",
-        limit="nothing but a lack of memory on this machine, or a person, does that",
-        fix="free memory here, or let build() make its model from a config instead of loading its weights: then none "
-        "of them takes memory.",
         rule="H415",
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ import numpy.typing as npt
 PHASES = ("forward", "backward", "optimizer", "other")
 OWNERS = ("parameters", "buffers", "gradients", "optimizer state", "batch", "activations", "scratch", "other")
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp64", "other")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_MOST = 6  # modules and lines that are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,3 +258,21 @@ def owners_at_peak(trace: Trace, by: str = "owner", variant: str | None = None) 
     totals = np.zeros(len(names), dtype=np.int64)
     np.add.at(totals, index, live * sizes)
     return {names[number]: int(totals[number]) for number in np.argsort(-totals, kind="stable") if totals[number]}
+
+
+def shares_of(trace: Trace, optimizer: str) -> dict[str, Mapping[str, int]]:
+    """Return bytes at the live peak by owners, modules (numbers as ``*``) and lines of the user's, largest first."""
+    modules: dict[str, int] = {}
+    for name, size in owners_at_peak(trace, "module", optimizer).items():
+        path = _NUMBER.sub("*", name)
+        modules[path] = modules.get(path, 0) + size
+    return {
+        "owners": owners_at_peak(trace, "owner", optimizer),
+        "modules": _largest(modules),
+        "lines": _largest(owners_at_peak(trace, "line", optimizer)),
+    }
+
+
+def _largest(sizes: Mapping[str, int]) -> dict[str, int]:
+    known = sorted(((size, name) for name, size in sizes.items() if name), reverse=True)
+    return {name: size for size, name in known[:_MOST]}

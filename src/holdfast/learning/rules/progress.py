@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from holdfast.learning.facts import Facts, InputFacts, OptimizerFacts
 from holdfast.learning.finding import Finding
