@@ -52,11 +52,12 @@ class FakeAllocations(TorchDispatchMode):
             self.live -= size
 
 
-def real_allocations(run: Callable[[], Any]) -> tuple[int, int]:
+def real_allocations(run: Callable[[], Any], since: str = "") -> tuple[int, int]:
     """Run something on the real CPU, once to warm up and once watched.
 
     Returns:
-        The most bytes that were live above the beginning, and those that its result keeps.
+        The most bytes that were live above the beginning, and those that its result keeps. The beginning is that of
+        the part that is recorded by the name `since`, if one is given.
     """
     kept = run()
     del kept
@@ -64,20 +65,17 @@ def real_allocations(run: Callable[[], Any]) -> tuple[int, int]:
     # acc_events: without it torch 2.11 warns that events are cleared.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
         kept = run()
-    events = sorted(_allocations(watched.profiler.kineto_results.experimental_event_tree()))
+    stack, changes, begun = list(watched.profiler.kineto_results.experimental_event_tree()), [], 0
     del kept
-    live = peak = 0
-    for _, size in events:
-        live += size
-        peak = max(peak, live)
-    return peak, live
-
-
-def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
-    found, stack = [], list(tree)
     while stack:
         event = stack.pop()
         if "Allocation" in str(event.tag):
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+        begun = event.start_time_ns if event.name == since else begun
         stack.extend(event.children)
-    return found
+    before = sum(size for time, size in changes if time < begun)
+    live = peak = before
+    for _, size in sorted(change for change in changes if change[0] >= begun):
+        live += size
+        peak = max(peak, live)
+    return peak - before, live - before

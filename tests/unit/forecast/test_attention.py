@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from tests.unit.forecast.emulated import leaf, seen
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,67 +21,32 @@ from holdfast.forecast.kernels.attention import (
 
 RUNS_IN_CHILD = True
 
-HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+BF16 = torch.bfloat16
 
 
-def call(
-    dtype: torch.dtype = BF16,
-    *,
-    head: int = 64,
-    value_head: int | None = None,
-    heads: int = 8,
-    key_heads: int | None = None,
-    length: int = 128,
-    key_length: int | None = None,
-    **others: Any,
-) -> AttentionCall:
-    keys = (2, key_heads or heads, key_length or length)
-    return AttentionCall(
-        dtypes=(dtype, dtype, dtype),
-        query=(2, heads, length, head),
-        key=(*keys, head),
-        value=(*keys, head if value_head is None else value_head),
-        **others,
-    )
+def call(dtype: str = "bfloat16", **given: Any) -> AttentionCall:
+    """Return a call; `given` are sizes of it, and fields of `AttentionCall`."""
+    head, heads, length = given.pop("head", 64), given.pop("heads", 8), given.pop("length", 128)
+    keys = (2, given.pop("key_heads", heads), given.pop("key_length", length))
+    plain = {"query": (2, heads, length, head), "key": (*keys, head), "value": (*keys, given.pop("value_head", head))}
+    dtypes = [getattr(torch, name) for name in (dtype, dtype, given.pop("value_dtype", dtype))]
+    return AttentionCall(dtypes=tuple(dtypes), **plain | given)
 
 
-MASK = (2, 1, 128, 128)
-ROWS: list[tuple[str, AttentionCall, Backend]] = [
-    ("half precision on Ampere", call(), Backend.FLASH),
-    ("fp16 on Ampere", call(HALF), Backend.FLASH),
-    ("single precision has no flash kernel", call(FP32), Backend.EFFICIENT),
-    ("double precision has only the math path", call(FP64), Backend.MATH),
-    ("a mask excludes flash", call(mask=MASK), Backend.EFFICIENT),
-    ("causal and square", call(causal=True), Backend.FLASH),
-    ("causal and not square", call(causal=True, key_length=256), Backend.EFFICIENT),
-    ("head size 256 trains on A100", call(head=256), Backend.FLASH),
-    ("head size above 256", call(head=264), Backend.EFFICIENT),
-    ("head size 60 is padded for flash", call(head=60), Backend.FLASH),
-    ("head size 60 is not aligned for efficient", call(head=60, mask=MASK), Backend.MATH),
-    ("head size 60 is aligned in fp32", call(FP32, head=60), Backend.EFFICIENT),
-    ("head size 62 is not", call(FP32, head=62), Backend.MATH),
-    ("another head size of the values excludes flash", call(value_head=128), Backend.EFFICIENT),
-    ("grouped queries in flash", call(key_heads=2, grouped=True), Backend.FLASH),
-    ("grouped queries without the flag", call(key_heads=2), Backend.MATH),
-    ("heads that do not divide", call(key_heads=3, grouped=True), Backend.MATH),
-    ("a last dimension with strides", call(unit_strides=False), Backend.MATH),
-    ("three dimensions", replace(call(), query=(8, 128, 64)), Backend.MATH),
-    ("types that differ", replace(call(), dtypes=(BF16, BF16, FP32)), Backend.MATH),
-    ("an empty sequence", call(length=0), Backend.MATH),
-]
+CALLS = yaml.safe_load(Path(__file__).with_name("attention.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("one", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_row(one: AttentionCall, expected: Backend) -> None:
-    """Each row of the table comes out as torch's own conditions in sdp_utils.cpp say."""
-    assert choose_backend(one) is expected
+@pytest.mark.parametrize(("_", "given", "expected"), CALLS, ids=[call[0] for call in CALLS])
+def test_a_call_gets_the_kernel_that_cuda_takes(_: str, given: dict[str, Any], expected: str) -> None:
+    """Each call of the table comes out as torch's own conditions in sdp_utils.cpp say."""
+    assert choose_backend(call(**given)) is Backend[expected]
 
 
 def test_grouped_queries_with_a_mask_depend_on_the_version() -> None:
     """A mask excludes flash, and before torch 2.14 the efficient kernel takes no groups, so the scores are kept."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     expected = Backend.EFFICIENT if version >= (2, 14) else Backend.MATH
-    assert choose_backend(call(key_heads=2, grouped=True, mask=MASK)) is expected
+    assert choose_backend(call(key_heads=2, grouped=True, mask=(2, 1, 128, 128))) is expected
 
 
 def test_what_the_user_forbids_is_not_taken() -> None:
@@ -88,7 +54,7 @@ def test_what_the_user_forbids_is_not_taken() -> None:
     allowed = frozenset({Backend.EFFICIENT, Backend.MATH})
     assert choose_backend(call(), allowed) is Backend.EFFICIENT
     with pytest.raises(RuntimeError, match="No available kernel"):
-        choose_backend(call(FP32), frozenset({Backend.FLASH}))
+        choose_backend(call("float32"), frozenset({Backend.FLASH}))
 
 
 SHAPE = (2, 4, 128, 64)

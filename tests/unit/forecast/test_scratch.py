@@ -1,15 +1,11 @@
-"""What operators need while they run: CUDA's table against its sources, the CPU's against the real allocator."""
+"""What operators need while they run: CUDA's table against its sources."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from tests.unit.forecast.allocations import real_allocations
 
-from holdfast.forecast.kernels import scratch_cpu
 from holdfast.forecast.kernels.scratch import Scratch, Uncalibrated, scratch_of
 
 aten = torch.ops.aten
@@ -64,7 +60,7 @@ def test_embedding_gradient_sorts_and_sums_pieces() -> None:
 def test_closed_libraries_are_not_calibrated() -> None:
     """What cuDNN needs for a convolution is an assumption with an upper bound; channels last spares the copies."""
     x, w, out = meta(4, 16, 32, 32), meta(32, 16, 3, 3), meta(4, 32, 32, 32)
-    rest = (None, *CONVOLUTION)
+    rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     need = cuda(aten.convolution.default, x, w, *rest, out=out)
     assert not need.calibrated
     assert need.bytes == x.nbytes + w.nbytes + out.nbytes
@@ -100,39 +96,3 @@ def test_common_operators_need_nothing() -> None:
     for op, args in ((aten.relu.default, (x,)), (aten.gelu_backward.default, (x, x)), (aten.t.default, (x,))):
         assert scratch_of(op, args, {}, x) is None
     assert scratch_of(aten.mm.default, (x, x), {}, x) is None
-
-
-CONVOLUTION = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-
-
-def agreement(op: Any, args: tuple[Any, ...]) -> tuple[int, int]:
-    """The peak of a call on the real CPU above its beginning, and the one forecast."""
-    with torch.no_grad():
-        out = op(*args)
-        peak, kept = real_allocations(lambda: op(*args))
-    found = scratch_cpu.scratch_of(op, args, {}, out)
-    return peak, kept + (0 if found is None else found.bytes)
-
-
-@pytest.fixture
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("op", "arguments"),
-    [
-        (aten.sort.default, lambda: (torch.randn(200_000),)),
-        (aten.mm.default, lambda: (torch.randn(512, 512)[::2, ::2], torch.randn(256, 256))),
-        (aten.convolution.default, lambda: (torch.randn(4, 3, 20, 20), torch.randn(64, 3, 3, 3), None, *CONVOLUTION)),
-    ],
-)
-def test_operators_on_the_host(op: Any, arguments: Callable[[], tuple[Any, ...]]) -> None:
-    """The peak of an operator on the real CPU comes out within 2 percent of its own size."""
-    peak, forecast = agreement(op, arguments())
-    assert forecast == pytest.approx(peak, rel=0.02)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.forecast.allocations import real_allocations
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -104,32 +105,20 @@ def traced(build: Callable[[], tuple[dict[str, Any], Step]], *, fake: bool = Tru
 
 
 def measured_growth(build: Callable[[], tuple[dict[str, Any], Step]]) -> int:
-    """Return by how much the real CPU allocator's live bytes rise at most within a step, by kineto's events."""
-    gc.collect()
+    """Return by how much the real CPU allocator's live bytes rise at most within the third step."""
+
+    def train() -> None:
+        _, step = build()
+        step()
+        step()
+        with torch.profiler.record_function("the step"):
+            step()
+
     gc.disable()
     try:
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profile:
-            _, step = build()
-            step()
-            step()
-            with torch.profiler.record_function("the step"):
-                step()
+        return real_allocations(train, since="the step")[0]
     finally:
         gc.enable()
-    tree = profile.profiler.kineto_results.experimental_event_tree()
-    changes, begun = [], 0
-    while tree:
-        event = tree.pop()
-        tree += event.children
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
-        begun = event.start_time_ns if event.name == "the step" else begun
-    changes.sort(key=lambda change: change[0])
-    live = np.cumsum([size for _, size in changes])
-    before = sum(time < begun for time, _ in changes)
-    return int(live[before:].max() - live[before - 1])
 
 
 def growth(trace: Trace) -> int:

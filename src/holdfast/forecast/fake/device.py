@@ -88,7 +88,9 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         try:
             out = _dispatch(self, func, types, args, kwargs)
         except fake_tensor.UnsupportedOperatorException as error:
-            raise data_dependent.missing_rule(func) from error
+            if func._schema.returns or not func._schema.is_mutable:
+                raise data_dependent.missing_rule(func) from error
+            out = None  # it only writes to its arguments, as fused optimizers do
         except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException) as error:
             raise data_dependent.undecidable(func) from error
         except RuntimeError as error:
