@@ -66,13 +66,19 @@ def test_the_total_is_that_of_torch_and_groups_add_up(gradients: list[list[torch
     assert (facts.overflowed, facts.nonfinite) == (False, False)
 
 
+_SCOPES = {"global": lambda _: "", "optimizer": lambda group: group.optimizer, "group": lambda group: group.name}
+
+
 @_SETTINGS
-@given(_ORDINARY, st.floats(1e-6, 1e6))
-def test_global_clipping_is_that_of_torch_to_the_bit(gradients: list[list[torch.Tensor]], max_norm: float) -> None:
-    """For finite norms every clipped gradient has the bits that ``clip_grad_norm_`` would give it."""
+@given(_ORDINARY, st.floats(1e-6, 1e6), st.sampled_from(sorted(_SCOPES)))
+def test_clipping_is_that_of_torch_to_the_bit(
+    gradients: list[list[torch.Tensor]], max_norm: float, clip_by: str
+) -> None:
+    """For finite norms each clipped gradient has the bits that ``clip_grad_norm_`` of its scope gives it."""
     ours, theirs = _groups(gradients), _groups(gradients)
-    clip(ours, inspect(ours, _LOSS)[1], max_norm, "global")
-    nn.utils.clip_grad_norm_(_all_parameters(theirs), max_norm)
+    clip(ours, inspect(ours, _LOSS)[1], max_norm, clip_by)  # type: ignore[arg-type]
+    for _, scope in itertools.groupby(theirs, key=_SCOPES[clip_by]):
+        nn.utils.clip_grad_norm_(_all_parameters(list(scope)), max_norm)
     for mine, other in zip(_all_parameters(ours), _all_parameters(theirs), strict=True):
         assert mine.grad is not None
         assert other.grad is not None
@@ -80,7 +86,7 @@ def test_global_clipping_is_that_of_torch_to_the_bit(gradients: list[list[torch.
 
 
 @_SETTINGS
-@given(_ORDINARY | _HUGE, st.floats(1e-3, 1e3), st.sampled_from(["global", "optimizer", "group"]))
+@given(_ORDINARY | _HUGE, st.floats(1e-3, 1e3), st.sampled_from(sorted(_SCOPES)))
 def test_no_norm_is_above_the_limit_afterwards(
     gradients: list[list[torch.Tensor]], max_norm: float, clip_by: str
 ) -> None:
@@ -89,7 +95,7 @@ def test_no_norm_is_above_the_limit_afterwards(
     before, each = inspect(groups, _LOSS)
     clip(groups, each, max_norm, clip_by)  # type: ignore[arg-type]
     after, _ = inspect(groups, _LOSS)
-    scope = {"global": lambda _: "", "optimizer": lambda g: g.optimizer, "group": lambda g: g.name}[clip_by]
+    scope = _SCOPES[clip_by]
     for name in {scope(group) for group in groups}:
         members = [group.name for group in groups if scope(group) == name]
         was = math.hypot(*(before.norms[member] for member in members))

@@ -41,15 +41,6 @@ def _clipped(groups: list[Group], max_norm: float, clip_by: str) -> list[torch.T
     return _gradients(groups)
 
 
-@pytest.fixture
-def three_groups() -> list[Group]:
-    return [
-        _group(torch.randn(4, 3), torch.randn(5), name="generator.0", optimizer="generator"),
-        _group(torch.randn(7) * 10, name="generator.1", optimizer="generator"),
-        _group(torch.randn(2, 2) * 100, name="critic.0", optimizer="critic"),
-    ]
-
-
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_bad_loss_is_found_with_good_gradients(loss: float) -> None:
     """The loss is part of the check, and it is reported as it is."""
@@ -66,19 +57,6 @@ def test_a_group_without_gradients_is_zero() -> None:
     assert facts.norms == {"0": 5.0, "frozen": 0.0}
     clip(groups, each, 1.0, "group")
     torch.testing.assert_close(_gradients(groups)[0], torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
-
-
-def test_clipping_by_optimizer_and_by_group_are_what_torch_does_to_each(three_groups: list[Group]) -> None:
-    """Each scope is clipped by its own norm, as separate calls of torch would, bit for bit."""
-    by_optimizer, by_group = _copies(three_groups), _copies(three_groups)
-    nn.utils.clip_grad_norm_([*by_optimizer[0].parameters, *by_optimizer[1].parameters], 1.0)
-    nn.utils.clip_grad_norm_(by_optimizer[2].parameters, 1.0)
-    for group in by_group:
-        nn.utils.clip_grad_norm_(group.parameters, 1.0)
-    for clip_by, expected in (("optimizer", by_optimizer), ("group", by_group)):
-        for found, wanted in zip(_clipped(three_groups, 1.0, clip_by), _gradients(expected), strict=True):
-            assert torch.equal(found, wanted)
-    assert not torch.equal(_gradients(by_optimizer)[0], _gradients(by_group)[0])
 
 
 def test_sparse_gradients_count_each_index_once() -> None:
@@ -147,12 +125,6 @@ def test_finite_gradients_that_torch_turns_into_zeros_have_the_norm_asked_for(
     assert not facts.nonfinite
     clipped = _clipped([_group(*gradients)], 1.0, "global")
     assert math.hypot(*(float(gradient.double().norm()) for gradient in clipped)) == pytest.approx(1.0, rel=0.01)
-
-
-def _weighted(weight: torch.Tensor, gradient: torch.Tensor) -> Group:
-    parameter = nn.Parameter(weight)
-    parameter.grad = gradient
-    return Group("0", "optimizer", [parameter])
 
 
 def test_what_is_read_along_takes_the_same_reading():

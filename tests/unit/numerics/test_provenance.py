@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.numerics.operands import nonfinite
 from holdfast.numerics.provenance import Origin, trace
-from holdfast.numerics.tracer import OriginTracer, Suspect
+from holdfast.numerics.tracer import OriginTracer
 
 SAMPLES = 8
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -356,15 +356,6 @@ def test_a_compiled_module_is_traced_as_it_is_written() -> None:
     assert (origin.op, origin.module) == ("log", "blocks.2")
 
 
-def traced() -> OriginTracer:
-    return OriginTracer({}, [], None)
-
-
-def only(tracer: OriginTracer) -> Suspect:
-    assert len(tracer.suspects) == 1
-    return tracer.suspects[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_nonfinite_is_exact_in_every_type(dtype: torch.dtype) -> None:
     """One NaN or Inf is found at its place, and a sum that overflows is no false alarm."""
@@ -381,7 +372,7 @@ def test_nonfinite_is_exact_in_every_type(dtype: torch.dtype) -> None:
 
 def test_no_tensor_is_kept_alive() -> None:
     """A bad tensor is freed as soon as its owner drops it, although its suspect is remembered."""
-    tracer = traced()
+    tracer = OriginTracer({}, [], None)
     with tracer:
         bad = torch.zeros(1000).log()
         last = weakref.ref(bad)
