@@ -9,7 +9,7 @@ Does not: compute, or use the code that is tested.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -228,7 +228,7 @@ class _Step:
         gradient = machine.allocate(size, "other")
         for number, nodes, frame in reversed(self.graphs):
             run = self.block_runs[number]
-            self.block_runs[number] = BlockRun(**{**_fields(run), "backward": len(machine.events)})
+            self.block_runs[number] = replace(run, backward=len(machine.events))
             if frame is not None:
                 value, nodes = self._layers(run.block, machine.hold(frame), keeps=True, stops=True)
                 machine.drop(value)
@@ -303,7 +303,3 @@ class _Step:
             route="cpu",
             assumptions=(),
         )
-
-
-def _fields(run: BlockRun) -> dict[str, object]:
-    return {name: getattr(run, name) for name in BlockRun.__slots__}

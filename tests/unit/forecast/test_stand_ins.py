@@ -22,19 +22,14 @@ def test_torch_cuda_answers() -> None:
         properties = torch.cuda.get_device_properties(0)
         assert torch.cuda.is_available()
         assert torch.cuda.is_bf16_supported()
-        assert torch.backends.cuda.is_built()
         assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
         assert torch.cuda.get_device_capability() == (properties.major, properties.minor) == (8, 0)
         assert torch.cuda.memory_allocated() + torch.cuda.max_memory_reserved("cuda:0") == 0
         assert torch.cuda.mem_get_info()[0] == properties.total_memory
         assert not torch.cuda.is_current_stream_capturing()
-        for act in (torch.cuda.synchronize, torch.cuda.empty_cache, torch.cuda.reset_peak_memory_stats):
-            act()
-        torch.cuda.manual_seed_all(0)
+        torch.cuda.synchronize()
         torch.manual_seed(0)
         torch.cuda.set_rng_state(torch.cuda.get_rng_state())
-        with torch.cuda.device(0):
-            assert torch.zeros(1, device="cuda").get_device() == 0
         assert {one.what.partition("(")[0].removeprefix("torch.cuda.") for one in device.assumptions} == {
             *("get_device_capability", "get_device_properties", "max_memory_reserved"),
             *("mem_get_info", "memory_allocated"),
