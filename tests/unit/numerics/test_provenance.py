@@ -347,15 +347,6 @@ def test_the_tracer_changes_neither_random_state_nor_values() -> None:
     assert all(torch.equal(plain, traced) for plain, traced in zip(*seen, strict=True))
 
 
-@pytest.mark.slow
-def test_a_compiled_module_is_traced_as_it_is_written() -> None:
-    """A compiled model runs eagerly under the tracer, and its paths are those of the module inside."""
-    inner = Net(lambda x: torch.log(torch.relu(x)))
-    origin = find(torch.compile(inner, backend="eager"), torch.randn(SAMPLES, 8))  # type: ignore[arg-type]
-    assert origin is not None
-    assert (origin.op, origin.module) == ("log", "blocks.2")
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_nonfinite_is_exact_in_every_type(dtype: torch.dtype) -> None:
     """One NaN or Inf is found at its place, and a sum that overflows is no false alarm."""

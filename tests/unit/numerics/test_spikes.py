@@ -6,10 +6,12 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 
-from holdfast.core.events.event import RollBack, SkipStep, Stop
+from holdfast.core.events.event import RollBack
 from holdfast.numerics.spikes import Level, SpikeDetector, decide_after_spike
 
 Pair = tuple[float, float]
@@ -196,30 +198,14 @@ def test_where_a_loss_means_nothing_only_norms_are_watched(objective: str) -> No
 
 @pytest.mark.parametrize(
     ("level", "action", "in_a_row", "patience", "rollbacks", "most", "kind"),
-    [
-        (Level.CALM, "roll_back", 0, 3, 0, 2, None),
-        (Level.SOFT, "roll_back", 0, 3, 0, 2, None),
-        (Level.HARD, "off", 1, 3, 0, 2, None),
-        (Level.DIVERGED, "warn", 9, 3, 0, 2, None),
-        (Level.HARD, "skip", 2, 3, 0, 2, SkipStep),
-        (Level.HARD, "skip", 3, 3, 0, 2, None),
-        (Level.HARD, "skip", 4, 3, 0, 2, None),
-        (Level.DIVERGED, "skip", 1, 3, 0, 2, None),
-        (Level.HARD, "roll_back", 2, 3, 2, 2, SkipStep),
-        (Level.HARD, "roll_back", 3, 3, 1, 2, RollBack),
-        (Level.HARD, "roll_back", 3, 3, 2, 2, None),
-        (Level.HARD, "roll_back", 99, None, 0, 2, SkipStep),
-        (Level.DIVERGED, "roll_back", 1, None, 1, 2, RollBack),
-        (Level.DIVERGED, "roll_back", 1, 3, 2, 2, Stop),
-        (Level.DIVERGED, "roll_back", 1, 3, 0, 0, Stop),
-    ],
+    yaml.safe_load(Path(__file__).with_name("decisions.yaml").read_text(encoding="utf-8"))["spikes"],
 )
 def test_the_answer_is_no_stronger_than_allowed(
-    level: Level, action: str, in_a_row: int, patience: int | None, rollbacks: int, most: int, kind: type | None
+    level: str, action: str, in_a_row: int, patience: int | None, rollbacks: int, most: int, kind: str | None
 ) -> None:
     """Each limit holds at its exact value; a rollback passes over the batches that led there."""
     decision = decide_after_spike(
-        level,
+        Level[level],
         action=action,  # type: ignore[arg-type]
         hard_in_a_row=in_a_row,
         patience=patience,
@@ -227,7 +213,7 @@ def test_the_answer_is_no_stronger_than_allowed(
         max_rollbacks=most,
         reason="loss 9",
     )
-    assert (None if decision is None else type(decision)) is kind
+    assert (None if decision is None else type(decision).__name__) == kind
     if decision is not None:
         assert "loss 9" in decision.reason
         assert decision.promise == "changes training"
