@@ -54,19 +54,6 @@ def transformer() -> dict[str, Any]:
     return _job(model, {"ids": ids, "labels": ids.clone()}, loss_fn)
 
 
-def conv_net() -> dict[str, Any]:
-    """Have buffers that move: BatchNorm."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batch = (torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
-    loss_fn = lambda m, b: functional.cross_entropy(m(b[0]), b[1])  # noqa: E731
-    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
-
-
 def lstm() -> dict[str, Any]:
     """Recur."""
     model = nn.ModuleDict({"rnn": nn.LSTM(20, 32, num_layers=2, batch_first=True), "head": nn.Linear(32, 1)})
@@ -173,6 +160,34 @@ def casts_itself() -> dict[str, Any]:
 # Wrong ones.
 
 
+def hooks_on_nodes() -> dict[str, Any]:
+    """Hook autograd's nodes: Megatron's way before there were hooks after accumulation."""
+    model = nn.Linear(8, 8)
+    model.nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+    for node, parameter in zip(model.nodes, model.parameters(), strict=True):
+        node.register_hook(lambda *_, parameter=parameter: setattr(parameter, "grad", None))
+    return _job(model, torch.randn(4, 8), lambda batch: model(batch).mean())
+
+
+def never_trained() -> dict[str, Any]:
+    """Take the second of two turns in another call."""
+    models, optimizers = _gan()
+
+    def step(batch: torch.Tensor) -> None:
+        models["discriminator"](batch).square().mean().backward()
+        optimizers["often"].step()
+        optimizers["often"].zero_grad()
+
+    optimizers = {"often": optimizers["discriminator"], "rare": optimizers["generator"]}
+    return {"model": models, "optimizer": optimizers, "step": step, "batch": torch.randn(8, 32)}
+
+
+def of_another_model() -> dict[str, Any]:
+    """Give the optimizer the parameters of a copy."""
+    model = nn.Linear(8, 4)
+    return {**_job(nn.Linear(8, 4), torch.randn(4, 8), lambda batch: model(batch).mean()), "model": model}
+
+
 def _group_of_one() -> None:
     options = {"init_method": "tcp://127.0.0.1:0", "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("gloo", **options)
@@ -210,11 +225,6 @@ def detached_loss() -> dict[str, Any]:
     """Return a loss that leads nowhere."""
     model = nn.Linear(3, 2)
     return _job(model, torch.zeros(4, 3), lambda batch: model(batch).sum().detach())
-
-
-def aborts() -> dict[str, Any]:
-    """Abort, as a fault in native code does."""
-    return _job(nn.Linear(3, 2), torch.zeros(4, 3), lambda _: os.kill(os.getpid(), signal.SIGABRT))
 
 
 def is_killed() -> None:
