@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.job import building
-from holdfast.forecast.job.jobs import Job, StepOptions
+from holdfast.forecast.job.jobs import Job
 from holdfast.forecast.job.tracing import TraceRequest, trace_job
 from holdfast.forecast.kernels import scratch_cpu
 from holdfast.forecast.trace.events import live_peak
@@ -61,7 +61,7 @@ def traced_peak() -> int:
         options: dict[str, Any] = {"size": SAMPLES, "length": None, "loading": contextlib.nullcontext}
         with device.suspended():
             built = building.call_factory("jobs.py:build", adamw_in_backward, **options)
-        traced = Job(built, device, StepOptions())
+        traced = Job(built, device)
         with Tracer(device.device, scratch=scratch_cpu.scratch_of) as tracer:
             tracer.watch(models=traced.models, optimizers=traced.optimizers.values(), blocks=traced.blocks)
             traced.settle(SAMPLES, None)

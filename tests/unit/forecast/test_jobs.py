@@ -17,7 +17,7 @@ from torch import nn
 from holdfast.core.errors import BatchError, PolicyError
 from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.job import building
-from holdfast.forecast.job.jobs import Job, StepOptions
+from holdfast.forecast.job.jobs import Job
 from holdfast.forecast.job.user_functions import find_loss
 from holdfast.forecast.trace.block_runs import find_blocks
 from holdfast.numerics.loss import Loss
@@ -171,7 +171,7 @@ def job_of(returned: Any, length: int | None = None) -> Iterator[Job]:
     """Make a job on the fake CPU, which needs no process of its own."""
     with forecast_device("cpu") as device:
         built = called(returned, length=length)
-        yield Job(built, device, StepOptions())
+        yield Job(built, device)
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

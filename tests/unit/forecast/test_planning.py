@@ -20,13 +20,12 @@ from holdfast.forecast.plan.planning import (
     EXPANDABLE,
     Question,
     Row,
-    Steps,
     plan_rows,
     recommended,
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, played
-from holdfast.forecast.trace.extrapolation import fit
+from holdfast.forecast.trace.extrapolation import ScaledTrace, fit
 from holdfast.forecast.trace.recomputation import with_recompute
 
 MIB = 1 << 20
@@ -37,18 +36,18 @@ def device(mib: int) -> Device:
     return replace(find_device("T4"), name=f"{mib} MiB", usable_bytes=mib * MIB, context_bytes=10 * MIB)
 
 
-def steps(blocks: list[Block] = BLOCKS, *, accumulates: bool = False, optimizer_bytes: int = MIB) -> Steps:
+def steps(blocks: list[Block] = BLOCKS, *, accumulates: bool = False, optimizer_bytes: int = MIB) -> ScaledTrace:
     traces = [make_step(blocks, size, optimizer_bytes=optimizer_bytes) for size in (2, 4)]
-    return Steps(whole=fit(traces), accumulates=accumulates)
+    return replace(fit(traces), accumulates=accumulates)
 
 
 def ask(mib: int, total: int | None = None) -> Question:
     return Question(device=device(mib), global_batch_size=total, margin_bytes=0)
 
 
-def holds(step: Steps, row: Row, samples: int, question: Question) -> bool:
+def holds(step: ScaledTrace, row: Row, samples: int, question: Question) -> bool:
     """Return whether a plan holds at a size, by the allocator alone: for long, if it had to give back its cache."""
-    trace = with_recompute(step.whole.at(samples), row.modules)
+    trace = with_recompute(step.at(samples), row.modules)
     total = question.global_batch_size
     trace = with_accumulation(trace, total) if step.accumulates and total else trace
     replays = [

@@ -26,7 +26,7 @@ from holdfast.core.errors import HoldfastError
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built
-from holdfast.forecast.job.jobs import Job, StepOptions
+from holdfast.forecast.job.jobs import Job
 from holdfast.forecast.kernels import scratch, scratch_cpu
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.tracer import Tracer
@@ -111,17 +111,13 @@ class _Tracing:
 
     def _build(self) -> Job:
         request, device = self._request, self._device
-        options = StepOptions(
-            gradient_accumulation_steps=request["gradient_accumulation_steps"],
-            max_grad_norm=request["max_grad_norm"],
-            recompute=tuple(request["recompute"]),
-        )
+        options = {name: request[name] for name in ("gradient_accumulation_steps", "max_grad_norm", "recompute")}
         self._begin("importing the factory")
         if request["weights"] == "fake":
-            return Job(self._call_factory(), device, options)
+            return Job(self._call_factory(), device, **options)
         with device.suspended():
             built = self._call_factory()
-        job = Job(built, device, options)
+        job = Job(built, device, **options)
         what = f"build ran with real weights and took up to {_host_bytes() / 2**30:.2f} GiB of host memory"
         job.assumptions.append(Assumption(what=what))
         return job

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,24 +46,30 @@ _ALL = "the batch, and what it makes without naming a device, on the device"
 _PLACEMENTS = (_AS_BUILT, _BATCH, _ALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
-    """How a step is made: micro-batches if a loss function is given, clipping norm, modules to recompute."""
-
-    gradient_accumulation_steps: int = 1
-    max_grad_norm: float | None = None
-    recompute: tuple[str, ...] = ()
-
-
 class Job:
     """One training job on the fake device, whose mode must be active; its models are brought there.
+
+    Args:
+        built: What the factory returned.
+        device: The fake device.
+        gradient_accumulation_steps: Micro-batches of a step, where a loss function is given.
+        max_grad_norm: Norm to which gradients are clipped.
+        recompute: Names of the modules to recompute.
 
     Raises:
         PolicyError: H412 for a name in ``recompute`` that is no module's, H426, H427.
         BatchError: H413.
     """
 
-    def __init__(self, built: Built, device: ForecastDevice, options: StepOptions) -> None:
+    def __init__(
+        self,
+        built: Built,
+        device: ForecastDevice,
+        *,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
+        recompute: Sequence[str] = (),
+    ) -> None:
         if any(hasattr(p, "device_mesh") for model in built.models.values() for p in model.parameters()):
             raise for_several_devices("a model that build() returned has parameters spread over a device mesh")
         device.place(*built.models.values())
@@ -75,14 +80,14 @@ class Job:
         self.assumptions: list[Assumption] = []
         self.casts = False  # whether it has an autocast of its own; known after `settle`
         self._device = device
-        self._options = options
+        self._count, self._max_grad_norm = gradient_accumulation_steps, max_grad_norm
         self._placement = _AS_BUILT
         self._knows_length = built.knows_length
         self.sample: SampleBatch | None = None  # none if the step makes its own
         if built.has_batch:
             reading: dict[str, Any] = {"read": self._read, "make": self._make}
             self.sample = SampleBatch(built.batch, size=built.batch_size, split=built.split, **reading)
-        self._recomputed = modules_named(options.recompute, self.models)
+        self._recomputed = modules_named(recompute, self.models)
         self._place_of_function = building.place_of(built.function)
         self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
         self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
@@ -136,7 +141,7 @@ class Job:
             )
         if self._placement != _AS_BUILT:
             yield f"the step ran only with {self._placement}, where the model is"
-        if not self.accumulates and self._options.gradient_accumulation_steps > 1:
+        if not self.accumulates and self._count > 1:
             yield "the step accumulates gradients by itself or not at all"
 
     def _step_past_checks(self, size: int, length: int | None) -> None:
@@ -223,7 +228,7 @@ class Job:
 
     def cut(self, batch: Any) -> list[Any]:
         """Return the micro-batches of a batch that a step gives to a guard."""
-        count = self._options.gradient_accumulation_steps
+        count = self._count
         if count == 1:
             return [batch]
         return SampleBatch(batch, read=self._read, make=self._make).parts(batch, count)
@@ -249,8 +254,8 @@ class Job:
         if unscales:
             for optimizer in optimizers:
                 self._scaler.unscale_(optimizer)
-        if self._options.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self._options.max_grad_norm)
+        if self._max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
         if unscales:
@@ -267,7 +272,7 @@ class Job:
             )
         if sample is None:
             return [(size, length)]
-        count = self._options.gradient_accumulation_steps if self.accumulates else 1
+        count = self._count if self.accumulates else 1
         batch = sample.resized(size * count, None if self._knows_length else length)
         self.claim(leaves_of(batch))
         return [batch] if self._uses_guard or count == 1 else sample.parts(batch, count)

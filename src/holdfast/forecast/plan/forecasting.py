@@ -16,7 +16,6 @@ from holdfast.forecast.plan.planning import (
     GRANULE_BYTES,
     Question,
     Row,
-    Steps,
     check_row,
     nearest_miss,
     plan_rows,
@@ -24,7 +23,7 @@ from holdfast.forecast.plan.planning import (
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
-from holdfast.forecast.trace.extrapolation import FITTED_SIZES, NotAlignedError, fit
+from holdfast.forecast.trace.extrapolation import FITTED_SIZES, NotAlignedError, ScaledTrace, fit
 from holdfast.forecast.trace.recomputation import with_recompute
 
 _TRIALS = 3  # recommended plans that are traced until one holds
@@ -124,7 +123,7 @@ def make_forecast(order: Order, say: Callable[[str], object] = lambda _: None) -
     )
 
 
-_Traced = tuple[TraceResult, Steps]
+_Traced = tuple[TraceResult, ScaledTrace]
 
 
 def _all_traced(order: Order, say: Callable[[str], object]) -> tuple[dict[str, _Traced], list[Assumption]]:
@@ -182,11 +181,11 @@ def _traced(order: Order, precision: str, say: Callable[[str], object]) -> _Trac
             " for it: gradients of earlier micro-batches were not counted"
         )
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
-    return result, Steps(whole=whole, accumulates=result.accumulates)
+    return result, replace(whole, accumulates=result.accumulates)
 
 
 def plan_device(
-    order: Order, device: Device, steps: dict[str, Steps], say: Callable[[str], object] = lambda _: None
+    order: Order, device: Device, steps: dict[str, ScaledTrace], say: Callable[[str], object] = lambda _: None
 ) -> DevicePlan:
     """Return what fits a device."""
     question = Question(
@@ -213,16 +212,20 @@ def has_bf16(device: Device) -> bool:
     return device.capability is None or device.capability >= (8, 0)
 
 
-def step_of(row: Row, step: Steps, question: Question, global_batch_size: int | None = None) -> Trace:
+def step_of(row: Row, step: ScaledTrace, question: Question, global_batch_size: int | None = None) -> Trace:
     """Return the step of a plan as memory sees it."""
-    trace = step.whole.at(max(1, row.micro_batch_size))
+    trace = step.at(max(1, row.micro_batch_size))
     trace = with_recompute(trace, row.modules) if row.modules else trace
     total = global_batch_size or question.global_batch_size
     return with_accumulation(trace, total) if step.accumulates and total is not None else trace
 
 
 def verified(
-    order: Order, plan: DevicePlan, steps: dict[str, Steps], say: Callable[[str], object], said: list[Assumption]
+    order: Order,
+    plan: DevicePlan,
+    steps: dict[str, ScaledTrace],
+    say: Callable[[str], object],
+    said: list[Assumption],
 ) -> DevicePlan:
     """Return the plan with what one more trace says; if that one does not fit or run, another that does.
 
@@ -277,7 +280,7 @@ def _described(row: Row) -> str:
     return f"micro-batches of {row.micro_batch_size} in {row.precision}, {row.optimizer}{recomputed}"
 
 
-def _verify(order: Order, row: Row, step: Steps, question: Question) -> Verification:
+def _verify(order: Order, row: Row, step: ScaledTrace, question: Question) -> Verification:
     total = question.global_batch_size
     count = 2 if step.accumulates and total is not None and total > row.micro_batch_size else 1
     result = trace_job(

@@ -90,17 +90,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """A job's step with one precision, at any size.
-
-    `accumulates`: a global batch is cut into micro-batches whose gradients are added up, as a guard does.
-    """
-
-    whole: ScaledTrace
-    accumulates: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What is asked of a device; no global batch size: whatever fits at once; no margin: the default."""
 
@@ -121,12 +110,12 @@ class Question:
 
 
 def plan_rows(
-    steps: Mapping[str, Steps], question: Question, on_row: Callable[[Row], object] = lambda _: None
+    steps: Mapping[str, ScaledTrace], question: Question, on_row: Callable[[Row], object] = lambda _: None
 ) -> list[Row]:
     """Return every plan on a device, in the order of precisions, optimizers, recomputation and allocator."""
     rows = []
     for precision, step in steps.items():
-        names = list(dict.fromkeys(variant.name for variant in step.whole.template.variants)) or [""]
+        names = list(dict.fromkeys(variant.name for variant in step.template.variants)) or [""]
         sized = _SizedStep(step, precision, question)
         for optimizer in names:
             for allocator in _ALLOCATORS:
@@ -185,10 +174,10 @@ def _fit(trace: Trace, question: Question, optimizer: str, allocator: str, steps
 class _SizedStep:
     """A job's step with one precision at any size, and what was chosen to be recomputed at some of them."""
 
-    def __init__(self, step: Steps, precision: str, question: Question) -> None:
+    def __init__(self, step: ScaledTrace, precision: str, question: Question) -> None:
         self.step, self.precision, self.question = step, precision, question
         self.most_samples = question.most_samples
-        template = step.whole.template
+        template = step.template
         runs = {run.block for run in template.block_runs if run.backward >= 0}
         self.blocks = tuple(name for number, name in enumerate(template.blocks) if number in runs)
         self.at = functools.lru_cache(maxsize=128)(self._make)
@@ -196,7 +185,7 @@ class _SizedStep:
 
     def _make(self, samples: int, modules: tuple[str, ...] = ()) -> Trace:
         """Return one micro-batch's step at a size."""
-        trace = self.step.whole.at(samples)
+        trace = self.step.at(samples)
         return with_recompute(trace, modules) if modules else trace
 
     def in_memory(self, trace: Trace) -> Trace:

@@ -39,6 +39,7 @@ class ScaledTrace:
         template: The first trace; everything but sizes and work is the same in both.
         size_bytes: Shape ``(2, storages)``; `flops` and `moved_bytes` are ``(2, operations)``.
         totals: Shape ``(2, 2)``: the growth of the step and what is not calibrated, in bytes.
+        accumulates: Whether a global batch is cut into micro-batches whose gradients are added up, as a guard does.
     """
 
     template: Trace
@@ -47,6 +48,7 @@ class ScaledTrace:
     flops: npt.NDArray[np.int64]
     moved_bytes: npt.NDArray[np.int64]
     totals: npt.NDArray[np.int64]
+    accumulates: bool = False
 
     def at(self, micro_batch_size: int) -> Trace:
         """Return the step with this many samples, at least 1.
