@@ -7,7 +7,6 @@ their signatures.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from dataclasses import dataclass
@@ -71,17 +70,15 @@ def find_rule(rule_id: str) -> Rule:
     """Return the rule with this id, in upper or lower case.
 
     Raises:
-        PolicyError: H702, naming the nearest id.
+        PolicyError: H702.
     """
     rules = catalogue()
     found = rules.get(rule_id.upper())
     if found is None:
-        begun = [known for known in rules if rule_id.upper().startswith(known)]
-        near = begun or difflib.get_close_matches(rule_id.upper(), rules, n=1)
         raise PolicyError(
             f"{rule_id!r} is not a rule",
             limit=f"there are {len(rules)} rules",
-            fix=f"did you mean {near[0]}?" if near else "`holdfast explain` without an id lists all rules.",
+            fix="`holdfast explain` without an id lists all rules.",
             rule="H702",
         )
     return found

@@ -19,12 +19,11 @@ _Module = TypeVar("_Module", bound=nn.Module)
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
     """Run compiled modules as they are written, if anything was compiled at all."""
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    if set_stance is None or "torch._dynamo" not in sys.modules:
+    if "torch._dynamo" not in sys.modules:
         yield
         return
     # A compiled module warns that global hooks fire once more for its wrapper; that changes no path here.
-    with ignoring(Warning, "Using `torch.compile"), set_stance("force_eager"):
+    with ignoring(Warning, "Using `torch.compile"), torch.compiler.set_stance("force_eager"):
         yield
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -31,9 +31,6 @@ from holdfast.numerics.operands import Operand, Places, bad_rows, find_places, m
 Kind = Literal["operation", "input", "parameter", "buffer", "constant"]
 Phase = Literal["forward", "backward"]
 OUTSIDE = "loss function"
-
-_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
-_sequence_number: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
 
 _WRITTEN_UNSAID = {"running_mean", "running_var"}  # native_batch_norm's schema does not say that it writes them
 _SHARE_UNSAID = ("_unsafe_view", "_reshape_alias", "empty", "new_empty")
@@ -201,9 +198,7 @@ class OriginTracer(TorchDispatchMode):
 
     def _note_node(self) -> None:
         """Note the module and line of the operation whose autograd node was made just now."""
-        if _sequence_number is None:
-            return
-        newest = _sequence_number() - 1
+        newest = torch._C._autograd._get_sequence_nr() - 1
         if newest != self._newest_node and newest not in self._nodes:
             here = self._where()
             self._nodes[newest] = (here["module"], here["line"])
@@ -211,14 +206,13 @@ class OriginTracer(TorchDispatchMode):
 
     def _where(self) -> dict[str, Any]:
         """Return module, phase, line, custom function and autograd node of what runs now, as a suspect has them."""
-        node = _current_node()
+        node: Any = torch._C._current_autograd_node()
         caller = _find_caller(sys._getframe(2), in_backward=node is not None)
         found = {"line": caller.line, "function": caller.function, "phase": "forward"}
         module = self._running[-1][1] if self._running else OUTSIDE
         if node is None:
             return {**found, "module": module}
-        number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
-        forward_module, forward_line = self._nodes.get(number, ("", ""))
+        forward_module, forward_line = self._nodes.get(node._sequence_nr(), ("", ""))
         if caller.recomputing:
             return {**found, "module": module if self._running else forward_module}
         found |= {"module": forward_module, "phase": "backward"}

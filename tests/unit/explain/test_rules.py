@@ -37,10 +37,8 @@ def test_every_section_of_the_page_is_a_rule() -> None:
     assert list(all_rules()) == sorted(all_rules())
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("H1010", "H101"), ("101", "H101"), ("h702x", "H702")])
-def test_an_unknown_id_proposes_the_nearest(typed: str, meant: str) -> None:
-    """A typing error is an H702 that names what was typed and what may have been meant."""
-    with pytest.raises(PolicyError, match=f"did you mean {meant}") as caught:
-        find_rule(typed)
+def test_an_unknown_id_is_refused() -> None:
+    """A typing error is an H702 that names what was typed."""
+    with pytest.raises(PolicyError, match="'h702x' is not a rule") as caught:
+        find_rule("h702x")
     assert caught.value.rule == "H702"
-    assert repr(typed) in caught.value.what

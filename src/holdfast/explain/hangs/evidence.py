@@ -10,30 +10,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
 
-Waits = Literal[
-    "",
-    "running",
-    "futex",
-    "openmp",
-    "sleep",
-    "child",
-    "pipe read",
-    "pipe write",
-    "socket",
-    "poll",
-    "file",
-    "file lock",
-    "device",
-    "signal",
-]
-"""What a thread waits for, as far as the kernel says; empty if it does not."""
+Waits = str
+"""What a thread waits for, by the names of ``kernel.yaml``; ``"running"``, ``"openmp"``, or empty."""
 
 _LONGEST_NAME = 300
 

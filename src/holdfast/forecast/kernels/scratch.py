@@ -1,7 +1,7 @@
 """What a CUDA kernel needs while it runs, beside its arguments and results: no dispatcher sees it, so tables say it.
 
-Each rule follows the source that it names (torch 2.11 to 2.13). Where the library is closed (cuDNN, cub, cuFFT) the
-figure is an assumption with an upper bound, and it counts as uncalibrated. An operator that no table knows counts as
+Each rule follows the source that it names (torch 2.11 to 2.13). Where the library is closed (cuDNN, cub) the figure
+is an assumption with an upper bound, and it counts as uncalibrated. An operator that no table knows counts as
 0 and widens the margin by the size of its tensors: an operator rarely needs more than a copy of each.
 
 What outlives the operator is not counted here: the reserve of a recurrent layer (``recurrent``), and cuBLAS's
@@ -24,7 +24,6 @@ from holdfast.forecast.kernels.operators import LISTS
 aten = torch.ops.aten
 _INDEX_BYTES = 8
 _ROWS_PER_THREAD = 10  # EmbeddingBackwardKernel.cu: rows that one thread sums
-_SMALL_SORT = 4096  # Sort.cu: up to so many values a slice is sorted in shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,16 +244,6 @@ def _index_put(given: Arguments, _out: Any) -> Scratch:
     return Scratch(expected, 2 * expected, calibrated=False)
 
 
-def _sort(given: Arguments, _out: Any) -> Scratch:
-    """Sort.cpp and Sort.cu: nothing for short slices, else keys and indices twice and cub's buffers."""
-    values = given["self"]
-    dim = given.get("dim", -1)
-    if values.dim() == 0 or values.shape[dim] <= _SMALL_SORT:
-        return NOTHING
-    expected = 2 * values.numel() * (values.element_size() + _INDEX_BYTES)
-    return Scratch(expected, 2 * expected, calibrated=False)
-
-
 def _layer_norm_backward(given: Arguments, _out: Any) -> Scratch:
     """layer_norm_kernel.cu: partial sums of the two parameters' gradients, 32 rows of each in fp32."""
     return _exactly(2 * 32 * math.prod(given["normalized_shape"]) * 4)
@@ -263,12 +252,6 @@ def _layer_norm_backward(given: Arguments, _out: Any) -> Scratch:
 def _group_norm_backward(given: Arguments, _out: Any) -> Scratch:
     """group_norm_kernel.cu: two sums in fp32 for each sample and channel."""
     return _exactly(2 * given["N"] * given["C"] * 4)
-
-
-def _transform(given: Arguments, out: Any) -> Scratch:
-    """CuFFTPlanCache.h: cuFFT's work area, as large as the result for lengths of small factors, more for others."""
-    size = out.nbytes if isinstance(out, torch.Tensor) else 0
-    return Scratch(size, 3 * size + given["self"].nbytes, calibrated=False)
 
 
 def _reduced_loss(given: Arguments, _out: Any) -> Scratch:
@@ -299,13 +282,8 @@ RULES: dict[str, Rule] = {
     "index_put": _index_put,
     "index_put_": _index_put,
     "_index_put_impl_": _index_put,
-    "sort": _sort,
-    "argsort": _sort,
     "native_layer_norm_backward": _layer_norm_backward,
     "native_group_norm_backward": _group_norm_backward,
-    "_fft_r2c": _transform,
-    "_fft_c2r": _transform,
-    "_fft_c2c": _transform,
     # Composed of other operators inside one dispatch, on every device alike.
     "mse_loss": _reduced_loss,
     "smooth_l1_loss": _reduced_loss,
