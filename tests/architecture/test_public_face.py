@@ -116,7 +116,6 @@ def test_the_commands_and_their_flags() -> None:
             "--quiet",
             "--restart-delay",
             "--run-dir",
-            "--webhook",
         ],
         "watch": ["--json", "--once"],
         "report": ["--json", "--open", "--out"],

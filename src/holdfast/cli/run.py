@@ -31,7 +31,7 @@ _Limits = Annotated[
     typer.Option(
         metavar="PHASE=SECONDS",
         help="Longest stand-still of a phase, or of all of them (all=SECONDS); may be repeated. floor=SECONDS: the "
-        "least for the phases of a step. factor=NUMBER: times the longest so far. moving=SECONDS: how long a process "
+        "least for the phases of a step. moving=SECONDS: how long a process "
         "that still computes is left alone. SECONDS may be 'off'.",
     ),
 ]
@@ -56,7 +56,6 @@ def run(
     no_observe: _Blind = False,
     grace_seconds: _Grace = 25.0,
     max_log_bytes: _LogBytes = 256 << 20,
-    webhook: Annotated[str | None, typer.Option(help="URL to post the verdict to at the end.")] = None,
     metrics: _Metrics = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but what the command prints.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON, in the last line.")] = False,
@@ -66,14 +65,12 @@ def run(
     Exit code: that of the command; 128 + the number of the signal that ended it. 127 or 126: it cannot be executed.
     2: wrong use.
     """
-    from holdfast.supervise.launch.plan import Plan
     from holdfast.supervise.launch.restarts import Budgets
     from holdfast.supervise.launch.run_folder import choose_folder
-    from holdfast.supervise.launch.supervisor import Supervisor
+    from holdfast.supervise.launch.supervisor import Plan, Supervisor
     from holdfast.supervise.watch.limits import HangLimits
 
     with failing_clearly(as_json=False):
-        _post(webhook, None)
         limits, program = HangLimits.parse(hang_limit or []), _find_program(command)
         budgets = Budgets(
             max_restarts=max_restarts, max_preemptions=max_preemptions, first_delay_seconds=restart_delay
@@ -92,21 +89,10 @@ def run(
     if not quiet:
         supervisor.begin_line(2)
         _print_end(outcome)
-    _post(webhook, outcome)
     if as_json:
         supervisor.begin_line(1)
         _echo(json.dumps(_summary(outcome)), 1)
     raise typer.Exit(outcome.status)
-
-
-def _post(webhook: str | None, outcome: Outcome | None) -> None:
-    """Check the URL before the run, and post the verdict after it."""
-    if webhook is not None:
-        from holdfast.report.notifying import check_webhook, notify, stop_message
-
-        check_webhook(webhook)
-        if outcome is not None:
-            notify(webhook, stop_message(outcome.run, outcome.verdict.as_json()))
 
 
 def _find_program(command: list[str]) -> str:
