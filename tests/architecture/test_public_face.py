@@ -118,7 +118,7 @@ def test_the_commands_and_their_flags() -> None:
             "--run-dir",
         ],
         "watch": ["--json", "--once"],
-        "report": ["--json", "--open", "--out"],
+        "report": ["--json", "--out"],
         "events": ["--json", "--kind", "--since"],
         "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--tensorboard", "--wandb"],
         "plan": [
@@ -153,7 +153,7 @@ def test_importing_holdfast_loads_no_torch() -> None:
     code = (
         "import sys, holdfast; holdfast.Policy.preset('tts'); assert 'yaml' not in sys.modules; "
         "from holdfast.cli.main import make_app; make_app(); from holdfast.report import page; "
-        "from holdfast.cli import plan, simulate, quarantine; "
+        "from holdfast.cli import plan, simulate, guard_directory; "
         "from holdfast.recorder import reader; from holdfast.explain import rules; rules.all_rules(); "
         "sys.exit('torch' in sys.modules)"
     )
