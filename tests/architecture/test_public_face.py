@@ -110,7 +110,6 @@ def test_the_commands_and_their_flags() -> None:
             "--max-log-bytes",
             "--max-preemptions",
             "--max-restarts",
-            "--metrics",
             "--no-observe",
             "--no-watchdog",
             "--quiet",

@@ -467,16 +467,6 @@ def test_streams_that_are_closed_harm_nothing(supervise):
     assert "[True]" in run.log()
 
 
-def test_metrics_are_written(supervise, tmp_path):
-    """The steps lie where they were asked for."""
-    lines = tmp_path / "metrics.jsonl"
-    request = json.dumps({"steps": 12})
-    run = supervise("--metrics", f"jsonl={lines}", command=[sys.executable, str(TRAINING), request])
-    code, _, err = run.end()
-    assert code == 0, err
-    assert sum('"loss"' in line for line in lines.read_text().splitlines()) == 12
-
-
 def test_a_run_directory_that_vanishes_ends_nothing(supervise):
     """Somebody deletes it while the command runs: it runs on, and its exit code is passed on."""
     run = supervise(command=["sh", "-c", "echo ready; read line; exit 4"], stdin=subprocess.PIPE)

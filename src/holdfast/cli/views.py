@@ -114,7 +114,8 @@ def metrics(
 
     Exit code 1: some sink failed on the way.
     """
-    from holdfast.report.metrics import follow, open_sinks  # here: `holdfast run` starts without it
+    from holdfast.report.metrics.copying import follow
+    from holdfast.report.metrics.sinks import open_sinks
     from holdfast.report.sources import check_run
 
     given = {"tensorboard": tensorboard, "jsonl": jsonl, "wandb": wandb, "mlflow": mlflow}

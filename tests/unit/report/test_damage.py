@@ -18,7 +18,8 @@ from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.report.figures import figures
 from holdfast.report.gathering import gather
 from holdfast.report.live import draw
-from holdfast.report.metrics import follow, open_sinks
+from holdfast.report.metrics.copying import follow
+from holdfast.report.metrics.sinks import open_sinks
 from holdfast.report.watching import Watched
 
 
