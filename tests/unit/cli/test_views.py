@@ -93,14 +93,6 @@ def test_report_says_where_the_page_is_as_json(tmp_path):
     assert (facts["processes"], facts["curves"], facts["events"], facts["problems"]) == (2, 2, 5, [])
 
 
-@pytest.mark.parametrize("command", [report, metrics])
-def test_what_is_no_run_is_exit_code_2(tmp_path, command):
-    """The error says what is missing."""
-    refused = call(command, tmp_path, "--json")
-    assert refused.exit_code == 2
-    assert json.loads(refused.output)["error"]["rule"] == "H741"
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_place_that_cannot_be_written_is_exit_code_2(tmp_path):
     """The error is the system's own, and no half page is left."""

@@ -26,7 +26,6 @@ def test_launchers_are_known_with_the_restarts_that_they_make_themselves():
     module = find_launcher(["python3", "-m", "torch.distributed.run", "--max_restarts", "2", "train.py"])
     assert (module.name, module.restarts) == ("torch.distributed.run", 2)
     assert find_launcher(["accelerate", "launch", "train.py"]).restarts == 0
-    assert find_launcher(["accelerate", "config"]) is None
     assert find_launcher(["python", "train.py", "--max-restarts", "3"]) is None
 
 
