@@ -110,16 +110,14 @@ def test_the_commands_and_their_flags() -> None:
             "--max-log-bytes",
             "--max-preemptions",
             "--max-restarts",
-            "--metrics",
             "--no-observe",
             "--no-watchdog",
             "--quiet",
             "--restart-delay",
             "--run-dir",
-            "--webhook",
         ],
         "watch": ["--json", "--once"],
-        "report": ["--json", "--open", "--out"],
+        "report": ["--json", "--out"],
         "events": ["--json", "--kind", "--since"],
         "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--tensorboard", "--wandb"],
         "plan": [
@@ -154,7 +152,7 @@ def test_importing_holdfast_loads_no_torch() -> None:
     code = (
         "import sys, holdfast; holdfast.Policy.preset('tts'); assert 'yaml' not in sys.modules; "
         "from holdfast.cli.main import make_app; make_app(); from holdfast.report import page; "
-        "from holdfast.cli import plan, simulate, quarantine; "
+        "from holdfast.cli import plan, simulate, guard_directory; "
         "from holdfast.recorder import reader; from holdfast.explain import rules; rules.all_rules(); "
         "sys.exit('torch' in sys.modules)"
     )

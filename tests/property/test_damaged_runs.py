@@ -23,9 +23,8 @@ from holdfast.guard.record import RunRecord
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import SUPERVISOR_FOLDER
-from holdfast.supervise.launch.plan import Plan
 from holdfast.supervise.launch.restarts import Budgets
-from holdfast.supervise.launch.supervisor import Supervisor
+from holdfast.supervise.launch.supervisor import Plan, Supervisor
 
 pytestmark = pytest.mark.slow
 COMMANDS = ("events", "explain", "watch --once", "metrics --jsonl /dev/null", "report")

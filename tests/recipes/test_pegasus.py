@@ -21,7 +21,7 @@ from recipes.pegasus.scoring import HeldOut, rouge
 from recipes.pegasus.train import POLICY, main, train
 
 from holdfast import DataLoader, LoaderError, Policy
-from holdfast.cli.factories import load_factory
+from holdfast.cli.loader import load_factory
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as in the recipe: its threads are in the way of a fork
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from holdfast.cli.factories import load_factory, unusable_factory
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
-from holdfast.core.errors import HoldfastError
+from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.core.text import size
+from holdfast.core.user_modules import import_user_module
 from holdfast.core.warned import ignoring
 
 if TYPE_CHECKING:
@@ -43,6 +43,37 @@ def run(
     print_json(found) if as_json else _print(found)
     if any(concern["certain"] for concern in found["concerns"]):
         raise typer.Exit(CHECK_FAILED)
+
+
+def load_factory(factory: str) -> Callable[[], Any]:
+    """Return the function that ``module:function`` or ``file.py:function`` names.
+
+    Raises:
+        PolicyError: H703.
+    """
+    place, _, name = factory.rpartition(":")
+    if not place or not name:
+        raise unusable_factory(factory, "there is no function after a colon")
+    try:
+        found = getattr(import_user_module(place), name)
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+        fix = "correct what the message names, in the module or in the function."
+        raise unusable_factory(factory, f"{type(error).__name__}: {error}", fix) from error
+    if not callable(found):
+        raise unusable_factory(factory, f"it is a {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def unusable_factory(
+    factory: str, why: str, fix: str = "write package.module:build or path/to/file.py:build."
+) -> PolicyError:
+    """Return the error that says why a factory cannot be used: H703."""
+    return PolicyError(
+        f"factory {factory!r} cannot be used ({why})",
+        limit="it names a function of a module, or of a file that ends with .py",
+        fix=fix,
+        rule="H703",
+    )
 
 
 def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:

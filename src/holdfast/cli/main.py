@@ -12,10 +12,13 @@ import typer
 from holdfast.cli.output import ERROR, leave_when_nobody_reads
 from holdfast.core.version import __version__
 
-COMMANDS = (
-    "run", "watch", "explain", "report", "events", "metrics", "plan", "calibrate",
-    "demo", "checkpoints", "presets", "loader", "quarantine", "simulate",
-)  # fmt: skip
+COMMANDS = {
+    "run": "run:run", "watch": "views:watch", "explain": "explain:run", "report": "views:report",
+    "events": "events:run", "metrics": "views:metrics", "plan": "plan:run", "calibrate": "calibrate:run",
+    "demo": "demo:run", "checkpoints": "guard_directory:checkpoints", "presets": "presets:run",
+    "loader": "loader:run", "quarantine": "guard_directory:quarantine", "simulate": "simulate:run",
+}  # fmt: skip
+"""Of each command the module and the function."""
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the command's name is the command's
 
 
@@ -31,8 +34,9 @@ def make_app(*only: str) -> typer.Typer:
     )
     app.callback()(_options)
     for name in only or COMMANDS:
-        module = importlib.import_module(f"holdfast.cli.{name}")
-        app.command(name, context_settings=_SETTINGS.get(name))(module.run)
+        module, _, function = COMMANDS[name].partition(":")
+        command = getattr(importlib.import_module(f"holdfast.cli.{module}"), function)
+        app.command(name, context_settings=_SETTINGS.get(name))(command)
     return app
 
 

@@ -6,20 +6,32 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json
-from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.durable import replace_file
-from holdfast.core.errors import PolicyError
-from holdfast.forecast.devices.catalogue import Device, bytes_in, find_device
-from holdfast.forecast.plan.forecasting import Order, has_bf16, make_forecast
+from holdfast.core.errors import OutOfMemoryError, PolicyError
+from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device
+from holdfast.forecast.plan.forecasting import DevicePlan, Forecast, Order, Verification, has_bf16, make_forecast
+from holdfast.forecast.plan.planning import Row, with_relative_times
+from holdfast.forecast.trace.events import Assumption, shares_of
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
+_COLUMNS = ("precision", "optimizer", "recompute", "allocator", "micro-batch", "peak", "margin", "time")
+"""Of the table; the first four are words, the others figures."""
+
+_LEGEND = (
+    "micro-batch: the largest that fits, in samples. peak: what the process takes of the device, context included;"
+    " the margin is kept free beside it. time: for a sample, as a multiple of the fastest, from the device's rates."
+)
 
 Factory = Annotated[
     str,
@@ -173,3 +185,256 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
                 typer.echo(f"holdfast plan: {text}", err=True)
 
         yield say
+
+
+# --- how a forecast is printed: tables for people, JSON for machines, YAML for `Policy.from_yaml` -----------
+
+
+def print_forecast(forecast: Forecast) -> None:
+    """Print everything."""
+    for plan in forecast.plans:
+        _print_table(plan)
+    shown = set()
+    for plan in forecast.plans:
+        step = (_named(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
+        if step not in shown:
+            _print_owners(plan)
+        shown.add(step)
+        _print_plan(forecast, plan)
+    _print_assumptions(forecast)
+
+
+def _print_table(plan: DevicePlan) -> None:
+    device = plan.question.device
+    table = Table(title=f"{device.name}: {_gib(device.usable_bytes)} usable", title_justify="left")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in _COLUMNS[:4] else "right")
+    for row, relative in with_relative_times(plan.rows):
+        style = "bold" if row is plan.best else None if row.fits else "dim"
+        table.add_row(*_cells(row, relative), style=style)
+    console().print(table)
+    typer.echo(f"{_LEGEND}\nfigures of {device.name}: {_sources(plan)}\n")
+
+
+def _print_owners(plan: DevicePlan) -> None:
+    row = plan.shown
+    shares = shares_of(plan.trace, row.optimizer)
+    size = max(1, row.micro_batch_size)
+    peak, samples = _gib(sum(shares["owners"].values())), "1 sample" if size == 1 else f"{size} samples"
+    typer.echo(f"Who owns the peak of {peak} that tensors hold ({_named(row)}, {samples})")
+    groups = (("", shares["owners"]), ("modules", shares["modules"]), ("lines", shares["lines"]))
+    for title, sizes in groups:
+        words = ", ".join(f"{name} {_gib(count)}" for name, count in sizes.items() if count >= GIB / 1000)
+        if words:
+            typer.echo(f"  {title + ': ' if title else ''}{words}")
+    typer.echo("")
+
+
+def _print_plan(forecast: Forecast, plan: DevicePlan) -> None:
+    row = plan.best
+    if row is None:
+        typer.echo(_what_is_missing(plan) + "\n")
+        return
+    typer.echo("\n  ".join([f"Take on {row.device}: {_what_to_take(row)}", *_to_paste(forecast, row)]))
+    for text in (_margin_of(plan), "" if plan.verification is None else _verified(plan.verification)):
+        if text:
+            typer.echo(f"  {text}")
+    typer.echo("")
+
+
+def _print_assumptions(forecast: Forecast) -> None:
+    typer.echo("What was assumed")
+    for text in _assumptions(forecast.assumptions):
+        console().print(Text(f"  - {text}"), highlight=False, soft_wrap=True)
+
+
+def as_json(forecast: Forecast) -> dict[str, Any]:
+    """Return the forecast for machines."""
+    order = forecast.order
+    return {
+        "factory": order.factory,
+        "global_batch_size": order.global_batch_size,
+        "longest": order.longest,
+        "rows": [_row(row, relative) for plan in forecast.plans for row, relative in with_relative_times(plan.rows)],
+        "devices": [_device(plan) for plan in forecast.plans],
+        "traced": {
+            precision: {
+                "route": found.route,
+                "weights": found.weights,
+                "parameters": found.parameters,
+                "trainable_parameters": found.trainable_parameters,
+                "host_bytes": found.host_bytes,
+            }
+            for precision, found in forecast.traced.items()
+        },
+        "assumptions": [asdict(one) for one in forecast.assumptions],
+    }
+
+
+def _row(row: Row, relative: float) -> dict[str, Any]:
+    return {**asdict(row), "relative_time": relative}
+
+
+def _device(plan: DevicePlan) -> dict[str, Any]:
+    device, best, found = plan.question.device, plan.best, plan.verification
+    facts: dict[str, Any] = {
+        "device": device.name,
+        "usable_bytes": device.usable_bytes,
+        "context_bytes": device.context_bytes,
+        "sources": dict(device.sources),
+        "owners": {name: dict(sizes) for name, sizes in shares_of(plan.trace, plan.shown.optimizer).items()},
+        "recommended": None,
+    }
+    if best is None:
+        return {**facts, "missing_bytes": plan.shown.missing_bytes}
+    facts["recommended"] = {
+        **_row(best, 1.0),
+        "policy": best.policy(),
+        "optimizer_keyword": best.optimizer_keyword(),
+        "PYTORCH_ALLOC_CONF": best.allocator,
+    }
+    facts["verified"] = None if found is None else {**asdict(found), "error": found.error}
+    return facts
+
+
+def as_yaml(forecast: Forecast) -> str:
+    """Return the first device's plan for `Policy.from_yaml`; what is no field of a policy stands in comments."""
+    (plan, *_) = forecast.plans
+    row = plan.best
+    assert row is not None
+    lines = [_command_of(forecast.order), f"a forecast: {_what_to_take(row)}", *_beside_the_policy(forecast, row)]
+    comments = "".join(f"# {' '.join(text.split())}\n" for text in lines)
+    return comments + yaml.safe_dump(row.policy(), sort_keys=False)
+
+
+def _cells(row: Row, relative: float) -> tuple[str, ...]:
+    """Return a row of the table, in the order of `_COLUMNS`."""
+    return (
+        row.precision,
+        row.optimizer,
+        _blocks(row) if row.recompute == "some" else row.recompute,
+        row.allocator.removesuffix(":True").replace("_", " ") or "default",
+        str(row.micro_batch_size) if row.fits else "none",
+        _gib(row.process_bytes) if row.fits else f"{_gib(row.missing_bytes)} too few",
+        _gib(row.margin_bytes),
+        f"{relative:.2f}" if row.fits else "",
+    )
+
+
+def _sources(plan: DevicePlan) -> str:
+    """Return where the figures of a device are from."""
+    device = plan.question.device
+    if device.measured:
+        return "measured by holdfast calibrate"
+    figures = {
+        "usable": f"usable {_gib(device.usable_bytes)}",
+        "context": f"context {_gib(device.context_bytes)}",
+        "rates": "rates",
+    }
+    return "; ".join(f"{text} ({device.sources[name]})" for name, text in figures.items() if name in device.sources)
+
+
+def _named(row: Row) -> str:
+    """Return a plan in words."""
+    recomputed = {"none": "nothing", "some": _blocks(row), "all": "all blocks"}[row.recompute]
+    parts = [row.precision, row.optimizer, f"{recomputed} recomputed", row.allocator]
+    return ", ".join(part for part in parts if part)
+
+
+def _blocks(row: Row) -> str:
+    return "1 block" if len(row.modules) == 1 else f"{len(row.modules)} blocks"
+
+
+def _gib(size: float) -> str:
+    """Return a number of bytes in GiB, a small one in MiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def _beside_the_policy(forecast: Forecast, row: Row) -> Iterable[str]:
+    """Yield what a plan needs that is no field of a policy."""
+    keyword = row.optimizer_keyword()
+    if keyword:
+        names = sorted(set(forecast.traced[row.precision].optimizers.values()))
+        yield f"{' and '.join(names)}(..., {keyword})"
+    if setting := row.allocator:
+        yield f"export PYTORCH_ALLOC_CONF={setting}"
+
+
+def _command_of(order: Order) -> str:
+    """Return the command that makes a forecast again; of a file of lengths only the longest is known."""
+    asked = [f"holdfast plan {order.factory}", *(f'--device "{device.name}"' for device in order.devices)]
+    asked.append(f"--precision {','.join(order.precisions)}")
+    asked += [] if order.global_batch_size is None else [f"--global-batch-size {order.global_batch_size}"]
+    asked += [] if order.margin_bytes is None else [f"--margin {order.margin_bytes / 2**20:g}MiB"]
+    asked += [] if order.max_grad_norm is None else [f"--max-grad-norm {order.max_grad_norm:g}"]
+    asked += [] if order.longest is None else [f"--lengths FILE (the longest: {order.longest})"]
+    return " ".join(asked)
+
+
+def _margin_of(plan: DevicePlan) -> str:
+    """Return what a plan's margin is made of; empty where it is only what no forecast can know."""
+    open_bytes = 0 if plan.question.margin_bytes is not None else plan.trace.uncalibrated_bytes
+    if not open_bytes:
+        return ""
+    return (
+        f"of its margin {_gib(open_bytes)} are for what operators may allocate while they run and no table knows;"
+        " --margin SIZE sets another"
+    )
+
+
+def _what_is_missing(plan: DevicePlan) -> str:
+    """Return why nothing fits a device, and what would do."""
+    row, device = plan.shown, plan.question.device
+    if row.fits:
+        return _no_plan(
+            f"Nothing holds on {device.name}",
+            "plans were found, and traced once more none of them fitted",
+            "keep more free with --margin.",
+        )
+    needed = device.usable_bytes + row.missing_bytes
+    return _no_plan(
+        f"Nothing fits {device.name}, not even one sample",
+        f"it has {_gib(device.usable_bytes)}, and what needs least ({_named(row)}) needs {_gib(needed)} with its "
+        f"margin, {_gib(row.missing_bytes)} more",
+        "take a device with more, a smaller model, an optimizer with less state, or shorter samples.",
+    )
+
+
+def _no_plan(what: str, limit: str, fix: str) -> str:
+    """Return the words of an error that ends a command with an answer: exit code 1, not 2."""
+    return str(OutOfMemoryError(what, limit=limit, fix=fix, rule="H420"))
+
+
+def _assumptions(said: Iterable[Assumption]) -> list[str]:
+    """Return sentences, each with the lines of code that it is about; those of every forecast come last."""
+    lines: dict[str, list[str]] = {}
+    for one in said:
+        lines.setdefault(one.what, []).extend([one.line] if one.line else [])
+    sentences = [
+        what + (f" (at {', '.join(dict.fromkeys(where))})" if where else "") for what, where in lines.items()
+    ]
+    return [
+        *sentences,
+        "the step runs eagerly, on one device; torch.compile would need other memory",
+        "the device was not asked: its figures are those above, and nothing else runs on it",
+    ]
+
+
+def _what_to_take(row: Row) -> str:
+    """Return the recommended plan in words."""
+    samples = "sample" if row.micro_batch_size == 1 else "samples"
+    return f"{_named(row)}, micro-batches of {row.micro_batch_size} {samples}: {_gib(row.process_bytes)}"
+
+
+def _to_paste(forecast: Forecast, row: Row) -> list[str]:
+    """Return what carries a plan out: a policy, and what is beside it."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in row.policy().items())
+    return [f"Policy({fields})", *_beside_the_policy(forecast, row)]
+
+
+def _verified(found: Verification) -> str:
+    """Return what the last trace says."""
+    return (
+        f"traced once more with these settings: tensors hold {_gib(found.live_bytes)}, the forecast said"
+        f" {_gib(found.forecast_bytes)} ({found.error:+.2%})"
+    )

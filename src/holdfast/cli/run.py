@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import shlex
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +15,7 @@ import typer
 from holdfast.cli.output import failing_clearly
 
 if TYPE_CHECKING:
-    from holdfast.report.metrics.copying import Sink
     from holdfast.supervise.launch.supervisor import Outcome
-
-_METRICS_SECONDS = 10.0  # after the end, for clients that talk to a server
 
 _RunDir = Annotated[
     Path | None, typer.Option(help="Where to record. Default: runs/<script>-<UTC time>.", show_default=False)
@@ -31,7 +26,7 @@ _Limits = Annotated[
     typer.Option(
         metavar="PHASE=SECONDS",
         help="Longest stand-still of a phase, or of all of them (all=SECONDS); may be repeated. floor=SECONDS: the "
-        "least for the phases of a step. factor=NUMBER: times the longest so far. moving=SECONDS: how long a process "
+        "least for the phases of a step. moving=SECONDS: how long a process "
         "that still computes is left alone. SECONDS may be 'off'.",
     ),
 ]
@@ -39,9 +34,6 @@ _Blind = Annotated[bool, typer.Option("--no-observe", help="Record nothing insid
 _Grace = Annotated[float, typer.Option(min=0, help="From SIGINT or SIGTERM to SIGKILL. Schedulers leave 30 s.")]
 _LogBytes = Annotated[
     int, typer.Option(min=1 << 20, help="Size of output.log; of more, the head and the newest part are kept.")
-]
-_Metrics = Annotated[
-    list[str] | None, typer.Option(metavar="KIND=TARGET", help="Where metrics go while it runs; may be repeated.")
 ]
 
 
@@ -56,8 +48,6 @@ def run(
     no_observe: _Blind = False,
     grace_seconds: _Grace = 25.0,
     max_log_bytes: _LogBytes = 256 << 20,
-    webhook: Annotated[str | None, typer.Option(help="URL to post the verdict to at the end.")] = None,
-    metrics: _Metrics = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but what the command prints.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON, in the last line.")] = False,
 ) -> None:
@@ -66,14 +56,12 @@ def run(
     Exit code: that of the command; 128 + the number of the signal that ended it. 127 or 126: it cannot be executed.
     2: wrong use.
     """
-    from holdfast.supervise.launch.plan import Plan
     from holdfast.supervise.launch.restarts import Budgets
     from holdfast.supervise.launch.run_folder import choose_folder
-    from holdfast.supervise.launch.supervisor import Supervisor
+    from holdfast.supervise.launch.supervisor import Plan, Supervisor
     from holdfast.supervise.watch.limits import HangLimits
 
     with failing_clearly(as_json=False):
-        _post(webhook, None)
         limits, program = HangLimits.parse(hang_limit or []), _find_program(command)
         budgets = Budgets(
             max_restarts=max_restarts, max_preemptions=max_preemptions, first_delay_seconds=restart_delay
@@ -83,30 +71,15 @@ def run(
             budgets=budgets, limits=None if no_watchdog or no_observe else limits, observe=not no_observe,
             grace_seconds=grace_seconds, most_log_bytes=max_log_bytes,
         )  # fmt: skip
-        with contextlib.ExitStack() as opened:  # a mistake in a target is an error before a run directory is made
-            sinks = _open_metrics(metrics, plan.run, opened)
-            supervisor = Supervisor(plan, quiet=quiet)
-            opened.pop_all()  # whoever follows the run closes them
-        with _metrics_to(sinks, supervisor.run_path):
-            outcome = supervisor.run()
+        supervisor = Supervisor(plan, quiet=quiet)
+        outcome = supervisor.run()
     if not quiet:
         supervisor.begin_line(2)
         _print_end(outcome)
-    _post(webhook, outcome)
     if as_json:
         supervisor.begin_line(1)
         _echo(json.dumps(_summary(outcome)), 1)
     raise typer.Exit(outcome.status)
-
-
-def _post(webhook: str | None, outcome: Outcome | None) -> None:
-    """Check the URL before the run, and post the verdict after it."""
-    if webhook is not None:
-        from holdfast.report.notifying import check_webhook, notify, stop_message
-
-        check_webhook(webhook)
-        if outcome is not None:
-            notify(webhook, stop_message(outcome.run, outcome.verdict.as_json()))
 
 
 def _find_program(command: list[str]) -> str:
@@ -117,38 +90,6 @@ def _find_program(command: list[str]) -> str:
     except CommandError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.status) from error
-
-
-def _open_metrics(targets: list[str] | None, run: Path, opened: contextlib.ExitStack) -> list[Sink]:
-    if not targets:
-        return []
-    from holdfast.report.metrics import open_sinks
-
-    sinks = open_sinks(targets, run.expanduser().absolute())
-    for sink in sinks:
-        opened.callback(sink.close)
-    return sinks
-
-
-@contextlib.contextmanager
-def _metrics_to(sinks: list[Sink], run: Path) -> Iterator[None]:
-    """Copy metrics while the context lasts, of the attempts that are still to be made."""
-    if not sinks:
-        yield
-        return
-    from holdfast.recorder.run_files import read_processes
-    from holdfast.report.metrics import follow
-
-    stop = threading.Event()
-    first = max((info.attempt for _, info in read_processes(run)), default=-1) + 1
-    options = {"first_attempt": first, "since": time.time()}
-    thread = threading.Thread(target=follow, args=(run, sinks, stop), kwargs=options, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(_METRICS_SECONDS)
 
 
 def _print_end(outcome: Outcome) -> None:

@@ -58,16 +58,7 @@ def cpu_quota(root: Path = Path("/")) -> float:
     torch's own warning looks at the affinity only, and so misses the quota of ``docker --cpus``. The root of the file
     system is passed by tests, which have the files of other machines.
     """
-    return min([float(_cores_allowed(root)), *_group_quotas(root)])
-
-
-def _cores_allowed(root: Path) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/self/status").read_text().splitlines():
-            if line.startswith("Cpus_allowed_list:"):
-                ranges = [part.partition("-") for part in line.split(":")[1].strip().split(",")]
-                return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
-    return len(os.sched_getaffinity(0))
+    return min([float(len(os.sched_getaffinity(0))), *_group_quotas(root)])
 
 
 def _group_quotas(root: Path) -> Iterator[float]:

@@ -19,8 +19,8 @@ from holdfast.checkpoint.store import Store
 from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import StepMark
-from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.reader import not_recorded_any_more, read_steps, words_of_lost
+from holdfast.recorder.progress import Standing, read_board, read_samples
+from holdfast.recorder.reader import not_recorded_any_more, read_steps
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     FAULTHANDLER_FILE,
@@ -33,7 +33,7 @@ from holdfast.recorder.run_files import (
 from holdfast.report.images import read_images
 from holdfast.report.run_follower import RunFollower
 from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot
-from holdfast.report.series import MOST_POINTS, columns_of_marks, columns_of_samples, read_sample_array
+from holdfast.report.series import MOST_POINTS, columns_of_marks, columns_of_samples
 from holdfast.report.sources import CHECKPOINTS_FOLDER, EventSeen, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
@@ -63,6 +63,10 @@ class _Reading:
             what = error.what if isinstance(error, HoldfastError) else str(error)
             self.problems.append(sanitise(what, most=300))
             return []
+
+    def note_lost(self, source: Source) -> None:
+        words = "".join(self.listed(not_recorded_any_more, source.directory))
+        self.problems += [f"of {source.label} {words}"] if words else []
 
 
 def gather(run: Path) -> RunSnapshot:
@@ -129,20 +133,17 @@ def _processes(sources: list[Source], events: list[EventSeen], reading: _Reading
 
 
 def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
-    found = reading.listed(lambda path: [read_sample_array(path)], source.directory / SAMPLES_FILE)
-    if not found or not len(found[0]):
+    samples = reading.listed(read_samples, source.directory / SAMPLES_FILE)
+    if not samples:
         return None
-    (samples,) = found
+    reading.note_lost(source)
     first, newest = samples[0], samples[-1]
-    seconds, overwritten = float(first["seconds"]), int(first["first"]) - 1
-    if overwritten:
-        reading.problems.append(f"of {source.label} {words_of_lost(overwritten, int(first['step']))}")
     return Lane(
         label=source.label,
         steps=len(samples),
-        last_step=int(newest["step"]),
-        begun=float(first["nanoseconds"]) / 1e9 - (seconds if 0 <= seconds < _LONGEST_STEP else 0.0),
-        ended=float(newest["nanoseconds"]) / 1e9,
+        last_step=newest.step,
+        begun=first.unix_seconds - (first.seconds if 0 <= first.seconds < _LONGEST_STEP else 0.0),
+        ended=newest.unix_seconds,
         columns=columns_of_samples(samples, most),
     )
 
@@ -152,8 +153,7 @@ def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) 
     known = {name for lane in observed for name in lane.columns}
     found = []
     for source in guards:
-        words = "".join(reading.listed(not_recorded_any_more, source.directory))
-        reading.problems += [f"of {source.label} {words}"] if words else []
+        reading.note_lost(source)
         marks = reading.listed(read_steps, source.directory)
         ended = [mark for mark in marks if mark.mark is not StepMark.BEGUN]
         columns = {name: each for name, each in columns_of_marks(ended).items() if name not in known}

@@ -2,6 +2,8 @@
 
 All text is sanitised and escaped where it enters the HTML; data enters a script as JSON in which ``<``, ``>`` and
 ``&`` are written as escapes; the page's own policy names the two scripts by their digests and loads nothing.
+``templates/page.html`` is a `string.Template`: ``$name`` there is filled in here. ``page.css`` and ``page.js`` go in
+as they are.
 
 Does not: know what a page shows (``page``).
 """
@@ -47,11 +49,11 @@ def fill_page(
         PolicyError: H742, if plotly is not installed.
     """
     plotly = plotly_script()
-    script = _template("page.js").substitute()
-    return _template("page.html").substitute(
+    script = _read("page.js")
+    return Template(_read("page.html")).substitute(
         policy=_policy(plotly, script),
         title=as_html(f"{name} - holdfast"),
-        style=_template("page.css").template,
+        style=_read("page.css"),
         name=as_html(name),
         command=as_html(command, most=4000),
         body=body,
@@ -92,8 +94,8 @@ def _policy(*scripts: str) -> str:
     )
 
 
-def _template(name: str) -> Template:
-    return Template((_TEMPLATES / name).read_text(encoding="utf-8"))
+def _read(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 
 def _json(value: object) -> str:

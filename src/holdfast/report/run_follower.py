@@ -59,14 +59,12 @@ class RunFollower:
 
     Args:
         run: The directory; processes and guards may appear later.
-        first_attempt: Processes of earlier attempts of the supervisor are not looked at.
         steps: Whether steps are read, or events only.
     """
 
-    def __init__(self, run: Path, *, first_attempt: int = 0, steps: bool = True) -> None:
+    def __init__(self, run: Path, *, steps: bool = True) -> None:
         self._run = run
         self._steps = steps
-        self._first_attempt = first_attempt
         self._forgotten: set[str] = set()
         self._tracks: dict[Path, _Track] = {}
         self._guards: dict[Path, Source] = {}
@@ -116,9 +114,7 @@ class RunFollower:
         found = []
         for name in sorted(names - self._forgotten):
             info = read_process_file(folder / name / PROCESS_FILE)
-            if info is not None and info.attempt < self._first_attempt:
-                self._forgotten.add(name)
-            elif info is not None:
+            if info is not None:
                 found.append((folder / name, info))
         return sorted(found, key=lambda pair: pair[1].started)
 

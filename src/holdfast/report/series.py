@@ -5,32 +5,22 @@ Does not: draw (``figures``), find the files (``gathering``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.recorder.progress import LOSS_IS_READ, NORM_IS_READ, RATE_IS_READ
+from holdfast.recorder.progress import StepSample
 from holdfast.recorder.reader import StepRecord
-from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, VERSION, read_ring
 
 Numbers = NDArray[np.float64]
-Samples = NDArray[np.void]
-# A slot of the ring of samples (``recorder.ring``, ``recorder.progress``); a test holds it to what is read there.
-_SLOT = np.dtype(
-    [("first", "<u8"), ("nanoseconds", "<u8"), ("step", "<u8"), ("micro_steps", "<u4"), ("is_read", "<u4")]
-    + [(name, "<f8") for name in ("loss", "grad_norm", "learning_rate", "seconds", "wait_seconds")]
-    + [(f"{name}_bytes", "<u8") for name in ("host", "device_allocated", "device_reserved", "device_peak")]
-    + [("last", "<u8")]
-)
 
 # A screen has some 4,000 columns of pixels at most; four points for each of 500 buckets are enough to draw a curve
 # of any length as an eye would see it, and to zoom in by a factor of several.
 MOST_POINTS = 2000
 _SHARE_BUCKETS = 400
-_MARKS_OF_VALUES = {"loss": LOSS_IS_READ, "grad_norm": NORM_IS_READ, "learning_rate": RATE_IS_READ}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,53 +83,34 @@ def _broken_where_steps_go_back(steps: Numbers, values: Numbers) -> tuple[Number
     return np.insert(steps, back, np.nan), np.insert(values, back, np.nan)
 
 
-def read_sample_array(path: Path) -> Samples:
-    """Return the samples of a ring, oldest first, as an array: a full ring takes milliseconds this way.
-
-    Raises:
-        RunDirectoryError: H305, as `read_ring`.
-    """
-    data = path.read_bytes() if path.exists() else b""
-    if len(data) < HEADER_BYTES:
-        return np.zeros(0, _SLOT)
-    magic, version, payload_bytes, capacity = HEADER.unpack_from(data)
-    if magic != MAGIC or version > VERSION:
-        read_ring(path)  # says what is wrong
-    if payload_bytes + 24 != _SLOT.itemsize:
-        return np.zeros(0, _SLOT)  # another kind of ring, or a damaged header
-    count = (len(data) - HEADER_BYTES) // _SLOT.itemsize
-    slots = np.frombuffer(data, _SLOT, count, HEADER_BYTES)
-    placed = slots["first"] % max(capacity, 1) == np.arange(count)
-    whole: Samples = slots[
-        (slots["first"] > 0) & (slots["first"] < 2**62) & (slots["first"] == slots["last"]) & placed
-    ]
-    ordered: Samples = whole[np.argsort(whole["first"])]
-    return ordered
-
-
-def columns_of_samples(samples: Samples, most: int = MOST_POINTS) -> dict[str, Series]:
+def columns_of_samples(samples: Sequence[StepSample], most: int = MOST_POINTS) -> dict[str, Series]:
     """Return the curves of a process that were recorded, by name."""
-    found: dict[str, Series | None] = {}
-    steps = samples["step"].astype(np.float64)
-    for name, mark in _MARKS_OF_VALUES.items():
-        read = (samples["is_read"] & mark > 0) | ~np.isnan(samples[name])
-        found[name] = series(steps, samples[name], read, most=most)
-    found["seconds"] = series(steps, samples["seconds"], most=most)
-    found["wait_share"] = wait_share(steps, samples["seconds"], samples["wait_seconds"])
+    steps, seconds, wait = (
+        np.array([getattr(each, name) for each in samples], np.float64)
+        for name in ("step", "seconds", "wait_seconds")
+    )
+    found = _columns(samples, "step", ("loss", "grad_norm", "learning_rate"), most)
+    found |= {"seconds": series(steps, seconds, most=most), "wait_share": wait_share(steps, seconds, wait)}
     for name in ("host_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes"):
-        values = samples[name].astype(np.float64)
-        found[name] = series(steps, np.where(values > 0, values, np.nan), most=most)
+        sizes = np.array([getattr(each, name) or math.nan for each in samples], np.float64)
+        found[name] = series(steps, sizes, most=most)
     return {name: each for name, each in found.items() if each is not None}
 
 
 def columns_of_marks(records: Sequence[StepRecord], most: int = MOST_POINTS) -> dict[str, Series]:
     """Return the curves that a guard's marks of finished steps hold, by name."""
+    found = _columns(records, "global_step", ("loss", "grad_norm", "seconds"), most)
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _columns(records: Sequence[object], step: str, names: Sequence[str], most: int) -> dict[str, Series | None]:
+    """Return curves of what was read: NaN is a value, None is not."""
     found = {}
-    for name in ("loss", "grad_norm", "seconds"):
-        pairs = [(each.global_step, value) for each in records if (value := getattr(each, name)) is not None]
+    for name in names:
+        pairs = [(getattr(each, step), value) for each in records if (value := getattr(each, name)) is not None]
         points = np.array(pairs, dtype=np.float64).reshape(-1, 2)
         found[name] = series(points[:, 0], points[:, 1], np.ones(len(pairs), bool), most=most)
-    return {name: each for name, each in found.items() if each is not None}
+    return found
 
 
 def wait_share(steps: Numbers, seconds: Numbers, wait: Numbers) -> Series | None:

@@ -1,6 +1,6 @@
 """Where a run's recordings lie: of the supervisor, of each observed process, and of guards.
 
-Does not: read the recordings (``gathering`` reads them whole, ``live`` and ``metrics`` follow them).
+Does not: read the recordings (``gathering`` reads them whole, ``run_follower`` what is new).
 """
 
 from __future__ import annotations

@@ -45,13 +45,12 @@ class Watched:
     Args:
         run: The run directory.
         clock: Time.
-        first_attempt: Processes of earlier attempts of the supervisor are not looked at.
     """
 
-    def __init__(self, run: Path, clock: Clock, *, first_attempt: int = 0) -> None:
+    def __init__(self, run: Path, clock: Clock) -> None:
         self._run = run
         self._clock = clock
-        self._follower = RunFollower(run, first_attempt=first_attempt)
+        self._follower = RunFollower(run)
         self._history: dict[Path, deque[StepSample]] = {}
         self._events: deque[EventSeen] = deque(maxlen=_KEPT_EVENTS)
         self._supervisor_said = ""

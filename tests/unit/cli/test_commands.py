@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import shutil
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import torch
 from typer.testing import CliRunner, Result
 
 import holdfast
-from holdfast.chaos.campaign import say
 from holdfast.cli import demo
 from holdfast.cli.main import make_app
 from holdfast.testing import flip_bit
@@ -154,17 +151,3 @@ def test_a_broken_promise_of_the_demo_is_exit_code_1(tmp_path, monkeypatch, held
     assert ("NO" in shown.output) is not held
     assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads(call("demo", "--out", tmp_path, "--json").output)["held"] is held
-
-
-def test_each_line_of_the_demo_is_written_in_one_piece(monkeypatch):
-    """Two scenarios go on at a time: a line whose end is written apart from it gets the other's between."""
-    written: list[str] = []
-
-    class Output(io.StringIO):
-        def write(self, text: str) -> int:
-            written.append(text)
-            return len(text)
-
-    monkeypatch.setattr(sys, "stdout", Output())
-    say("one")
-    assert [text for text in written if text] == ["one\n"]

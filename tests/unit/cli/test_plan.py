@@ -12,8 +12,7 @@ from tests.unit.forecast.made_forecasts import make_plans, small_device
 from typer.testing import CliRunner, Result
 
 from holdfast.cli.main import make_app
-from holdfast.cli.plan import read_lengths
-from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
+from holdfast.cli.plan import as_json, as_yaml, print_forecast, read_lengths
 from holdfast.forecast.plan.forecasting import Forecast
 
 FACTORIES = Path(__file__).parents[1] / "forecast" / "forecast_factories.py"

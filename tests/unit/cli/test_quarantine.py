@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from holdfast import DataLoader
-from holdfast.cli import quarantine
+from holdfast.cli.guard_directory import quarantine
 from holdfast.guard.directory import RunDirectory
 from holdfast.loader.quarantine import FILE_NAME, Ledger
 
@@ -34,7 +34,7 @@ class Files:
 
 
 app = typer.Typer()
-app.command()(quarantine.run)
+app.command()(quarantine)
 
 
 def call(*arguments: object) -> Result:

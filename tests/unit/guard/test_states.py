@@ -229,6 +229,30 @@ def test_hidden_state_of_the_whole_batch_that_the_first_one_resets_is_found_too(
     guard.close()
 
 
+def test_hidden_state_that_begins_to_change_later_lowers_the_promise_of_a_retry(tmp_path):
+    """The loss function is looked at again when a retry is due."""
+    model = nn.Linear(3, 1)
+    guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    carried = {"center": torch.zeros(1)}
+    short = Short()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        out = model(x) - carried["center"]
+        if guard.global_step >= 4:
+            carried["center"] = carried["center"] + 0.5 * out.detach().mean(0)
+        short()
+        return out.square().mean()
+
+    for number in range(8):
+        short.times = int(number in (3, 6))
+        guard.step(torch.randn(8, 3), loss)
+    first, second = (event.data for event in guard.events() if event.kind == "retry")
+    assert first["promise"] == "bit-exact"
+    assert second["promise"] == "changes training"
+    assert "loss_fn: carried" in second["reason"]
+    guard.close()
+
+
 def test_what_the_loop_changes_between_steps_is_never_undone(tmp_path):
     """An average that is updated after each step keeps its updates through a retry."""
 

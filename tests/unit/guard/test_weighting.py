@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,12 +235,87 @@ def test_a_loss_with_noise_of_its_own_is_split_as_the_sum_or_the_mean_that_it_is
     assert 0.7 < ratio < 1.4  # five parts: 5 or 1/5 if sum and mean are mistaken
 
 
-def test_a_loss_whose_noise_hides_whether_it_is_a_sum_is_not_split(tmp_path):
-    """What could not be found out is refused."""
+def both(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """Return a mean with a sum beside it: no weights of the parts fit both."""
+    found = noisy(model, x)
+    return found.mean() + 1e-2 * found.sum()
+
+
+def contrast(model: Model, x: torch.Tensor) -> torch.Tensor:
+    first, second = (F.dropout(model(x).flatten(1), 0.3) for _ in range(2))
+    return F.cross_entropy(first @ second.T, torch.arange(len(x)))
+
+
+def of_pairs_with_one_label(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out, alike = model(x).flatten(1), y[:, None] == y
+    return ((out[:, None] - out).square().sum(dim=-1) * alike).sum() / len(x) + out.square().mean()
+
+
+def gathered(model: Model, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    return errors(model, x)[kept].mean()
+
+
+NOT_SPLIT = {
+    "mean and sum": lambda m: lambda b: both(m, b[0]),
+    "noise, then a root": lambda m: lambda b: noisy(m, b[0]).mean().sqrt(),
+    "contrast of two dropouts": lambda m: lambda b: contrast(m, b[0]),
+    "some of the samples": lambda m: lambda b: gathered(m, b[0], torch.randperm(len(b[0]))[:2]),
+    "samples mixed": lambda m: lambda b: errors(m, b[0] + b[0][torch.randperm(len(b[0]))]).mean(),
+    "samples mixed by numpy": lambda m: lambda b: errors(m, b[0] + b[0][np.random.permutation(len(b[0]))]).mean(),
+    "rows of numpy": lambda m: lambda b: errors(m, b[0] + torch.from_numpy(np.random.randn(len(b[0]), 1, 1))).mean(),
+    "pairs of one of many classes": lambda m: lambda b: of_pairs_with_one_label(m, b[0], b[2]),
+}
+
+
+@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("case", NOT_SPLIT)
+def test_a_random_loss_whose_parts_do_not_make_up_the_whole_is_refused(tmp_path, monkeypatch, case, forks):
+    """Or whose numbers cannot be given to parts, so that it could not be tried."""
+    if not forks:
+        monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
+    with pytest.raises(holdfast.BatchError) as refused:
+        step(tmp_path, (X, Y, torch.arange(10)), NOT_SPLIT[case], micro_batch_size=2)
+    assert refused.value.rule == "H207"
+
+
+def own(model: Model, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return errors(model, x + torch.randn(x.shape, generator=generator, dtype=x.dtype)).mean()
+
+
+SPLIT = {
+    "dropout": (lambda m: lambda b: errors(m, F.dropout(b[0], 0.4)).mean(), False),
+    "a generator of its own": (lambda m: functools.partial(lambda g, b: own(m, b[0], g), torch.Generator()), False),
+    "frames flattened": (lambda m: lambda b: noisy(m, b[0].flatten(0, 1)).mean(), False),
+    "time first": (lambda m: lambda b: noisy(m, b[0].transpose(0, 1)).mean(), False),
+    "classes sampled": (lambda m: lambda b: sampled(m, b[0]).mean(), False),
+    "one number for all": (lambda m: lambda b: errors(m, b[0]).mean() * (1 + 9 * torch.randn(())), True),
+    "one number of numpy for all": (lambda m: lambda b: errors(m, b[0]).mean() * np.random.beta(2, 2), True),
+}
+
+
+def sampled(model: Model, x: torch.Tensor) -> torch.Tensor:
+    scores = model(x[:, 0])
+    return F.cross_entropy(scores, torch.multinomial(scores.softmax(1), 1).squeeze(1), reduction="none")
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_a_random_loss_is_tried_with_the_same_numbers_in_parts_and_whole(tmp_path, case):
+    """Where numbers belong to one sample each, a split is equal in distribution; else it has less variance."""
+    make_loss, shared = SPLIT[case]
+    _, _, said = step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
+    assert said["split_check"] == said["split_check"] | {"outcome": "random", "shared_draws": shared}
+    assert said["weighting"] == "samples"
+
+
+def test_rows_of_numpy_are_split_if_items_are_declared(tmp_path):
+    """What could not be tried is then what the caller says."""
 
     def make_loss(model):
-        return lambda batch: errors(model, batch[0]).mean() * (1 + 9 * torch.randn(()))
+        def loss(batch):
+            noise = torch.from_numpy(np.random.randn(len(batch[0]), 1, 1))
+            return holdfast.Loss(errors(model, batch[0] + noise).mean(), len(batch[0]))
 
-    with pytest.raises(holdfast.BatchError, match="whether it is a mean or a sum does not show") as refused:
-        step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
-    assert refused.value.rule == "H207"
+        return loss
+
+    _, _, said = step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
+    assert said["split_check"]["outcome"] == "random"

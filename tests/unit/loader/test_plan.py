@@ -54,12 +54,21 @@ def test_a_sampler_is_drawn_from_seed_and_epoch_alone(sampler: Any) -> None:
 
 
 def test_a_sampler_that_repeats_by_mistake_is_refused() -> None:
-    """Repeated indices are an H609, unless the sampler or the caller says that they are meant."""
+    """Repeated indices are an H609, whatever holds them, unless the sampler or the caller says so."""
     with pytest.raises(LoaderError, match="2 of 5 indices more than once") as caught:
         Sampled([1, 2, 1, 3, 2], 1).drawn(0)
     assert caught.value.rule == "H609"
-    with pytest.raises(LoaderError, match="more than once"):
-        Sampled([[1, 2], [2, 3]], 1).drawn(0)
+    repeating: list[tuple[Any, bool]] = [
+        ([[1, 2], [2, 3]], False),
+        (torch.tensor([0, 0, 1, 1]), False),
+        ([np.int64(1), torch.tensor(1)], False),
+        ([(torch.tensor(0), 1), (0, 1)], False),
+        ([np.array([0, 0]), np.array([0, 1])], True),
+        ([torch.tensor([0, 1]), torch.tensor([2, 0])], True),
+    ]
+    for sampler, batches in repeating:
+        with pytest.raises(LoaderError, match="more than once"):
+            Sampled(sampler, 1, batches=batches).drawn(0)
     assert Sampled([1, 1], 1, repeats=True).drawn(0) == [1, 1]
     drawing = RandomSampler(range(3), replacement=True, num_samples=30)
     assert len(Sampled(drawing, 1).drawn(0)) == 30
@@ -233,28 +242,6 @@ def test_ranks_are_given_for_orders_of_holdfast_only() -> None:
         assert len(DataLoader(_DATA, rank=0, world_size=1, **own))
     assert len(list(DataLoader(_DATA, sampler=divided))) == 30
     assert len(list(DataLoader(_DATA, sampler=Sequential(60), rank=1, world_size=2))) == 30
-
-
-# --- indices that come twice ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sampler", "batches"),
-    [
-        (torch.tensor([0, 0, 1, 1]), False),
-        ([torch.tensor(0), torch.tensor(1), torch.tensor(0)], False),
-        ([np.int64(1), 1], False),
-        ([(torch.tensor(0), 1), (0, 1)], False),
-        ([np.array([0, 0]), np.array([0, 1])], True),
-        ([torch.tensor([0, 1]), torch.tensor([2, 0])], True),
-        ([[torch.tensor(0), torch.tensor(0)]], True),
-    ],
-)
-def test_repeated_indices_are_found_whatever_holds_them(sampler: Any, batches: bool) -> None:
-    """Two tensors of the same number are the same index."""
-    with pytest.raises(LoaderError, match="more than once") as caught:
-        Sampled(sampler, 1, batches=batches).drawn(0)
-    assert caught.value.rule == "H609"
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,11 +13,10 @@ import pytest
 from tests.unit.report.made_runs import BEGAN, GONE, add_process, happened, make_run, sample, write_events
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.lock import FileLock
 from holdfast.recorder.progress import SampleRing
 from holdfast.recorder.run_files import SAMPLES_FILE
-from holdfast.report.metrics import check_targets, follow, open_sinks
-from holdfast.report.metrics.copying import Happened, Point
+from holdfast.report.metrics.copying import Happened, Point, follow
+from holdfast.report.metrics.sinks import open_sinks
 
 
 def copied(run: Path, *wanted: str):
@@ -91,34 +89,6 @@ def test_json_lines_hold_every_step_and_event_also_nan(tmp_path, capsys):
     assert len(out.read_text().splitlines()) == 14  # appended, nothing lost
     copied(run, "jsonl=-")
     assert len(capsys.readouterr().out.splitlines()) == 7
-
-
-def test_of_a_run_that_is_continued_only_what_is_new_is_copied(tmp_path):
-    """Processes of earlier attempts, and what the supervisor and a guard recorded before, were copied then."""
-    run = tmp_path / "run"
-    add_process(run, [sample(1)], happened("exception", 9), attempt=0)
-    add_process(run, [sample(2)], happened("exiting", 99), attempt=1, pid=GONE + 1, started=BEGAN + 50)
-    for who in ("supervisor", "recorder/rank0"):
-        write_events(run / who, happened("before", 10), happened("after", 60))
-    found = kept(run, first_attempt=1, since=BEGAN + 50)
-    assert [point.step for point in found.points] == [2]
-    assert [each.event.kind for each in found.events] == ["after", "after", "exiting"]
-
-
-def test_metrics_are_copied_by_the_supervisor_itself_without_losing_its_lock(tmp_path):
-    """`holdfast run --metrics` looks at the run in the process that holds its lock, and goes on holding it."""
-    run = make_run(tmp_path / "run", steps=2)
-    lock = FileLock(run / "supervisor" / "lock")
-    lock.acquire()
-    assert [point.step for point in kept(run).points] == [1, 2]
-    code = (
-        "import sys, pathlib; from holdfast.core.lock import is_locked; print(is_locked(pathlib.Path(sys.argv[1])))"
-    )
-    other = subprocess.run(
-        [sys.executable, "-c", code, str(run / "supervisor" / "lock")], capture_output=True, text=True, check=True
-    )
-    lock.release()
-    assert other.stdout == "True\n"
 
 
 def _tensorboard(folder: Path) -> list:
@@ -206,13 +176,11 @@ def test_a_guard_inside_an_observed_process_is_not_counted_twice(tmp_path):
 
 
 def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path):
-    """A mistake is an H743 before anything is followed; a check finds it without opening a file or a server."""
+    """A mistake is an H743 before any file or server is touched."""
     for wanted in ("nonsense", "jsonl=", "x=y"):
-        for refusing in (check_targets, lambda targets: open_sinks(targets, tmp_path)):
-            with pytest.raises(PolicyError) as caught:
-                refusing([f"jsonl={tmp_path / 'x'}", wanted])
-            assert caught.value.rule == "H743"
-    check_targets([f"jsonl={tmp_path / 'x'}"])
+        with pytest.raises(PolicyError) as caught:
+            open_sinks([f"jsonl={tmp_path / 'x'}", wanted], tmp_path)
+        assert caught.value.rule == "H743"
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(PolicyError, match="H743"):
         open_sinks(["jsonl=/none/x/y"], tmp_path)
@@ -223,10 +191,9 @@ def test_a_missing_client_names_its_extra(tmp_path, monkeypatch):
     clients = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
     for kind, module in clients.items():
         monkeypatch.setitem(sys.modules, module, None)
-        for refused in (check_targets, lambda wanted: open_sinks(wanted, tmp_path)):
-            with pytest.raises(PolicyError, match=rf"holdfast\[{kind if kind == module else 'metrics'}\]") as caught:
-                refused([f"{kind}={tmp_path / 'target'}"])
-            assert caught.value.rule == "H742"
+        with pytest.raises(PolicyError, match=rf"holdfast\[{kind if kind == module else 'metrics'}\]") as caught:
+            open_sinks([f"{kind}={tmp_path / 'target'}"], tmp_path)
+        assert caught.value.rule == "H742"
 
 
 def test_weights_and_biases_gets_every_step(tmp_path, monkeypatch):

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.report.made_runs import sample
 
-from holdfast.core.errors import RunDirectoryError
-from holdfast.recorder.progress import SampleRing, read_samples
-from holdfast.recorder.ring import HEADER_BYTES, RingWriter
-from holdfast.report.series import read_sample_array, series, thin
+from holdfast.report.series import series, thin
 
 
 @settings(max_examples=80, deadline=None)
@@ -46,31 +40,3 @@ def test_nan_is_a_gap_in_a_loss_and_nothing_in_a_sampled_value():
     assert (len(drawn.values), len(drawn.nonfinite)) == (10, 0)
     drawn = series(np.arange(3.0), np.array([1.0, math.inf, 2.0]))  # which would stretch the axis
     assert (list(drawn.nonfinite), np.isfinite(drawn.values).sum()) == ([1.0], 2)
-
-
-def test_samples_as_an_array_are_those_of_the_reader(tmp_path):
-    """Of a ring that wrapped around and has a torn slot, every field is the same as `read_samples` gives it."""
-    ring = SampleRing(tmp_path / "r")
-    for step in range(1, 33_000):
-        ring.append(sample(step, device_peak_bytes=step))
-    ring.close()
-    with (tmp_path / "r").open("rb+") as file:
-        file.seek(HEADER_BYTES + 500 * 112)
-        file.write(b"\xff" * 8)
-    array, expected = read_sample_array(tmp_path / "r"), read_samples(tmp_path / "r")
-    assert len(array) == len(expected) == 32_767
-    for row, each in zip(array[::997], expected[::997], strict=True):
-        for field in dataclasses.fields(each):
-            if field.name != "unix_seconds":
-                assert row[field.name] == getattr(each, field.name), field.name
-        assert row["nanoseconds"] / 1e9 == each.unix_seconds
-
-
-def test_what_is_no_ring_of_samples_has_none(tmp_path):
-    """A missing file and a ring of another layout are empty; a newer version is said."""
-    assert len(read_sample_array(tmp_path / "none")) == 0
-    RingWriter(tmp_path / "r", payload_bytes=8, capacity=4).append(b"x")
-    assert len(read_sample_array(tmp_path / "r")) == 0
-    (tmp_path / "r").write_bytes(b"HOLDRING" + b"\xff" * 5000)
-    with pytest.raises(RunDirectoryError):
-        read_sample_array(tmp_path / "r")

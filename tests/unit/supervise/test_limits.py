@@ -15,14 +15,12 @@ from holdfast.supervise.watch.limits import FLOORS, HangLimits, LearnedLimits, n
 
 def test_settings_are_read_as_people_write_them() -> None:
     """Case, underscores and hyphens do not matter, ``all`` fills what is not named, and ``off`` is never."""
-    limits = HangLimits.parse(
-        ["Data_Wait=120", "forward/backward = 9s", "saving=off", "all=60", "moving=5", "factor=4"]
-    )
+    limits = HangLimits.parse(["Data_Wait=120", "forward/backward = 9s", "saving=off", "all=60", "moving=5"])
     assert limits.floor(Phase.DATA_WAIT) == 120
     assert limits.floor(Phase.FORWARD_BACKWARD) == 9
     assert limits.floor(Phase.SAVING) == math.inf
     assert limits.floor(Phase.EVALUATION) == limits.floor(Phase.STARTING) == 60
-    assert (limits.moving_seconds, limits.factor) == (5, 4)
+    assert limits.moving_seconds == 5
 
 
 def test_every_phase_can_be_set_by_its_name() -> None:
@@ -38,13 +36,11 @@ def test_every_phase_can_be_set_by_its_name() -> None:
         ("", "H726", "PHASE=SECONDS"),
         ("data waits=3", "H727", "'data wait'"),
         ("=3", "H727", "there are"),
-        ("saving=soon", "H728", "number above 0"),
-        ("saving=-1", "H728", "number above 0"),
-        ("saving=0", "H728", "number above 0"),
-        ("saving=nan", "H728", "number above 0"),
-        ("saving=", "H728", "number above 0"),
-        ("factor=1", "H728", "above 1"),
-        ("factor=off", "H728", "above 1"),
+        ("saving=soon", "H728", "seconds above 0"),
+        ("saving=-1", "H728", "seconds above 0"),
+        ("saving=0", "H728", "seconds above 0"),
+        ("saving=nan", "H728", "seconds above 0"),
+        ("saving=", "H728", "seconds above 0"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_what_is_right(setting: str, rule: str, word: str) -> None:

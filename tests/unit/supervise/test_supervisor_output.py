@@ -110,22 +110,6 @@ def test_two_streams_into_one_file_stay_in_order():
         os.close(each)
 
 
-def test_small_pieces_are_waited_for_only_where_little_is_printed(log, tmp_path):
-    """No rest follows a small piece after 64 KiB, since it would hold the writer up; one follows two small pieces."""
-    reading, writing = os.pipe()
-    with (tmp_path / "ours").open("wb") as ours:
-        copier = Copier(log)
-        copier.take([(reading, ours.fileno())])
-        for sizes, rests in (((100, 100), True), ((1 << 16, 100), False)):
-            copier._last_read = copier._rests_until = copier._lately = 0.0
-            for size in sizes:
-                os.write(writing, b"x" * size)
-                copier.serve([(reading, select.POLLIN)])
-            assert (not copier.wishes()) == rests
-    os.close(writing)
-    os.close(reading)
-
-
 def test_a_line_of_ours_never_continues_an_unfinished_one(log, tmp_path):
     """Each stream counts by itself, and two that lead to the same file count as one."""
     (bar, bar_writes), (rest, rest_writes) = os.pipe(), os.pipe()

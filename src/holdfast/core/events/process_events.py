@@ -89,10 +89,6 @@ class OutputLost(EventData):
     error: str
 
 
-class SentinelRevived(EventData):
-    """The process that ends the command with its supervisor was gone, and started again."""
-
-
 class RanksEnded(EventData):
     """A rank is gone, so the others got a signal."""
 

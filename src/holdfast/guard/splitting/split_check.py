@@ -2,9 +2,8 @@
 
 The gradient over 4 samples is compared with the weighted gradients over 3 and 1 of them. If the loss function does
 not say what its mean is over, everything in the batch that it may be over is tried. If nothing reproduces the
-gradient, samples are coupled (in-batch negatives, a pairwise loss); but if two runs with different random numbers
-differ as well, the loss is random, and its average over such runs is compared. Where that does not tell a sum from a
-mean, nothing is split.
+gradient, samples are coupled (in-batch negatives, a pairwise loss). Parts are given the random numbers that the whole
+has drawn for their samples; where that cannot be done, only a loss that declares its items is split.
 
 On the CPU this runs in a forked copy of the process, so it leaves no trace in this one. With an accelerator a fork is
 not possible; there it runs in place, only when a split is about to be made, and the caller puts everything back.
@@ -13,19 +12,17 @@ not possible; there it runs in place, only when a split is about to be made, and
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import operator
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
+from holdfast.guard.splitting.draws import Draws, NotRepeatableError
 from holdfast.guard.splitting.loss_functions import Called, CalledInsideError, find_side_effects
 from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings, shares
@@ -46,8 +43,10 @@ _HALF_TOLERANCE = 5e-2
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
 _LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
-_DRAWS, _AT_ONCE = 32, 8  # of a random loss, at most, and before it is seen whether they suffice
-_ERRORS = 3.0  # standard errors that two averages of a random loss may differ by
+_NOT_REPEATABLE = (
+    "the loss draws random numbers that do not belong to one sample each, or not by torch's functions: whether its "
+    "parts make up the whole cannot be tried"
+)
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
 _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupled")  # unknown yields to any other
@@ -57,8 +56,8 @@ _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupl
 class Verdict:
     """What a check has shown.
 
-    ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not. ``"random"``: the loss draws random
-    numbers, so splitting is equal in distribution at best. ``"trusted"``: the caller says that it is exact.
+    ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not, or that could not be shown. ``"random"``:
+    it would with the same random numbers, or the caller says so. ``"trusted"``: the caller says that it is exact.
     ``"unknown"``: it could not be tried.
     """
 
@@ -67,7 +66,8 @@ class Verdict:
     declared: bool = False  # the loss function says what its mean is over, or takes the outputs of all samples
     changes_batch: bool = False  # the loss function changes the tensors of its batch
     changed_buffer: str = ""  # name of a buffer, other than running statistics, that a forward pass changes
-    why: str = ""  # for ``"unknown"``, what went wrong
+    why: str = ""  # for ``"unknown"``, what went wrong; for ``"coupled"``, why it could not be shown
+    shared_draws: bool = False  # the loss draws numbers for all samples together, which each part then draws anew
     short_of_memory: bool = False  # for ``"unknown"``, whether that was, or may have been, a lack of memory
     held: tuple[Weighting, ...] = ()  # weightings by which the parts make up the whole, the most usual first
     failed: tuple[Weighting, ...] = ()  # weightings by which they do not
@@ -102,6 +102,7 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
     held = tuple(sorted((weighting for weighting in every if weighting not in failed), key=Weighting.rank))
     together: dict[str, Any] = {
         "changes_batch": any(verdict.changes_batch for verdict in verdicts),
+        "shared_draws": any(verdict.shared_draws for verdict in verdicts),
         "changed_buffer": next((verdict.changed_buffer for verdict in verdicts if verdict.changed_buffer), ""),
         "side_effects": tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.side_effects)),
     }
@@ -112,7 +113,7 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
     return replace(chosen, held=held, failed=failed, **{**together, **facts})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SplitCheck:
     """What is tried out.
 
@@ -129,6 +130,7 @@ class SplitCheck:
     rounds_to_half: bool  # whether that context rounds to half precision
     in_a_copy: bool  # whether this process is a copy that is thrown away, so that side effects can be looked for
     known: Sequence[Weighting] = ()  # what the mean of the loss was found to be over in earlier batches
+    _draws: Draws | None = field(default=None, init=False)
     uneven: list[str] = field(default_factory=list)  # found: states that the parts leave otherwise than the whole
 
     def run(self, batch: Any, size: int) -> Verdict:
@@ -174,7 +176,33 @@ class SplitCheck:
             telling = [disagreement(alive, self._cut(window)) for window in others]
             if len(alive) > 1 and telling and max(telling) > TELLING:
                 left.append(others.pop(telling.index(max(telling))))
-        return found
+        return [*found, *self._of_one_label(windows[0], weightings)]
+
+    def _of_one_label(self, window: Any, weightings: Sequence[Weighting]) -> list[Verdict]:
+        """Compare these samples as if they had one label: of many classes, no two of 4 samples share theirs."""
+        samples, equal = batch_size(window, self.split), []
+
+        def relabelled(leaf: Any) -> Any:
+            labels = (
+                isinstance(leaf, torch.Tensor)
+                and leaf.shape == (samples,)
+                and leaf.dtype in (torch.int64, torch.int32)
+            )
+            if not labels or len(leaf.unique()) < samples:
+                return leaf
+            equal.append(leaf)
+            return leaf[:1].repeat(samples)
+
+        alike = pytree.tree_map(relabelled, window)
+        with contextlib.suppress(Exception):  # they may be lengths, or rows of a table, and fit nothing else
+            found = self._compare(alike, weightings, SplitCheck._difference) if equal else None
+            if found is not None and found.outcome == "coupled" and not found.why:
+                why = (
+                    f"the gradient over 4 samples of one label differs from that over 3 + 1 by {found.difference:.1%}"
+                )
+                return [replace(found, why=why)]
+        self._clear()
+        return []
 
     def _cut(self, window: Any) -> _Parts:
         few = batch_size(window, self.split)
@@ -202,7 +230,17 @@ class SplitCheck:
 
     def _compare(self, window: Any, weightings: Sequence[Weighting], difference: _Difference) -> Verdict:
         """Compare these samples as a whole with all but one and the last one, by each weighting."""
+        draws = None if isinstance(self.loss_fn, TwoPass) else Draws(self._devices(), self._least_tolerance())
+        try:
+            return self._compare_with(draws, window, weightings, difference)
+        except NotRepeatableError:
+            return self._compare_with(None, window, weightings, difference)
+
+    def _compare_with(
+        self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], difference: _Difference
+    ) -> Verdict:
         whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
+        self._draws = draws
         by_samples = difference(self, whole, parts, SAMPLES, 0)
         declared, changes = self._declares_or_changes(whole)
         if math.isnan(by_samples):
@@ -217,53 +255,28 @@ class SplitCheck:
         held = [each for each, weight in weights.items() if found.get(weight, math.inf) <= tolerance]
         outcome: Outcome = "exact" if held or (declared and by_samples <= tolerance) else "coupled"
         why = ""
-        if outcome == "coupled" and difference(self, whole, whole, SAMPLES, 1) > tolerance:
+        if outcome == "exact" and draws is not None and draws.drew:
             outcome = "random"
-            held = [] if declared else self._held_on_average(whole, parts, weights)
-            if not declared and len({each.kind == "sum" for each in held}) != 1:
-                outcome, held, weights = "unknown", [], {}
-                why = "the loss is random, and whether it is a mean or a sum does not show; return Loss(mean, items)"
+        elif outcome == "coupled" and (
+            (draws is not None and draws.outside_torch) or difference(self, whole, whole, SAMPLES, 1) > tolerance
+        ):
+            outcome, why = ("random", "") if declared else ("coupled", _NOT_REPEATABLE)
         return Verdict(
             outcome=outcome,
-            difference=found[weights[held[0]]] if held and outcome == "exact" else by_samples,
+            difference=found[weights[held[0]]] if held else by_samples,
             declared=declared,
             changes_batch=changes,
             why=why,
+            shared_draws=outcome == "random" and draws is not None and draws.shared,
             held=tuple(held),
             # What these samples hold nothing of was not tried.
             failed=tuple(each for each, weight in weights.items() if each not in held and weight is not None),
         )
 
-    def _held_on_average(
-        self, whole: _Parts, parts: _Parts, weights: Mapping[Weighting, tuple[float, ...] | None]
-    ) -> list[Weighting]:
-        """Return the weightings by which the parts of a random loss make up the whole on average over draws."""
-        drawn: list[list[float]] = []
-
-        def draw(seed: int) -> list[float]:
-            self._begin(seed)
-            terms = [self._terms(*each, needs_graph=False)[0] for each in (*whole, *parts)]
-            return [math.fsum(float(mean.detach()) for mean in each.means) for each in terms]
-
-        def holds(weight: tuple[float, ...]) -> bool:
-            wholes = [losses[0] for losses in drawn]
-            made = [math.fsum(map(operator.mul, weight, losses[1:])) for losses in drawn]
-            error = math.sqrt((statistics.variance(wholes) + statistics.variance(made)) / len(drawn))
-            mean = statistics.fmean(wholes)
-            return abs(statistics.fmean(made) - mean) <= _ERRORS * error + self._least_tolerance() * abs(mean)
-
-        held: list[Weighting] = []
-        while len(drawn) < _DRAWS and len({each.kind == "sum" for each in held}) != 1:
-            drawn += [without_graph(partial(draw, seed)) for seed in range(len(drawn), len(drawn) + _AT_ONCE)]
-            if not all(map(math.isfinite, itertools.chain.from_iterable(drawn))):
-                return []
-            held = [each for each, weight in weights.items() if weight is not None and holds(weight)]
-        return held
-
     def _difference(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
         """Return the relative L2 difference of the gradients; NaN if that of the whole is not finite."""
         self._clear()
-        self._begin(0)
+        self._begin(0, whole)
         self._accumulate(whole, 1.0, whole, SAMPLES)
         norm, left = self._norm(), self.states.now()
         if not math.isfinite(norm):
@@ -279,12 +292,13 @@ class SplitCheck:
         if isinstance(self.loss_fn, TwoPass):
             return 0.0  # one loss of all samples, whatever the parts
 
-        def value(parts: _Parts, weighting: Weighting, seed: int) -> float:
-            self._begin(seed)
+        def value(parts: _Parts, weighting: Weighting) -> float:
             return float(self._weighted(parts, weighting, needs_graph=False).detach())
 
-        expected = without_graph(lambda: value(whole, SAMPLES, 0))
-        found = without_graph(lambda: value(parts, weighting, seed))
+        self._begin(0, whole)
+        expected = without_graph(lambda: value(whole, SAMPLES))
+        self._begin(seed)
+        found = without_graph(lambda: value(parts, weighting))
         if not math.isfinite(expected):
             return math.nan
         return _finite_or_inf(abs(found - expected) / (abs(expected) or 1.0))
@@ -296,7 +310,7 @@ class SplitCheck:
                 call=self._called,
                 backward=lambda loss, inputs: (sign * loss).backward(inputs=inputs),  # type: ignore[no-untyped-call]
                 keeper=lambda: BufferKeeper(dict(self.models)),
-                devices=sorted({p.device for p in self.parameters if p.device.type != "cpu"}, key=str),
+                devices=self._devices(),
                 inputs=self._reached,
             )
             run.accumulate(self.loss_fn, whole[0][0], parts)
@@ -310,7 +324,11 @@ class SplitCheck:
 
     def _weighted(self, parts: _Parts, weighting: Weighting, *, needs_graph: bool = True) -> torch.Tensor:
         """Return the loss over these parts, weighted by what is declared, else by `weighting`."""
-        read = [self._terms(part, samples, needs_graph=needs_graph)[0] for part, samples in parts]
+        read, first = [], 0
+        for part, samples in parts:
+            with contextlib.nullcontext() if self._draws is None else self._draws.call(first, samples):
+                read.append(self._terms(part, samples, needs_graph=needs_graph)[0])
+            first += samples
         weights = shares(weighting, parts) or (0.0,) * len(parts)
         rows = [[weight] for weight in weights]
         if read[0].declared:
@@ -379,10 +397,15 @@ class SplitCheck:
         norms = [torch.linalg.vector_norm(gradient).double().cpu() for gradient in wide]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
-    def _begin(self, seed: int) -> None:
-        """Let an evaluation begin where every other does."""
+    def _begin(self, seed: int, whole: _Parts | None = None) -> None:
+        """Let an evaluation begin where every other does; if it is of the whole, note what is drawn."""
         self.states.put_back()
         seed_cpu(seed)
+        if whole is not None and self._draws is not None:
+            self._draws.start(sum(samples for _, samples in whole))
+
+    def _devices(self) -> list[torch.device]:
+        return sorted({p.device for p in self.parameters if p.device.type != "cpu"}, key=str)
 
     def _clear(self) -> None:
         for parameter in self.parameters:

@@ -136,7 +136,8 @@ class SplitSafety:
         if forks and (
             (known.steps == 1 and known.side_effects is None) or (known.steps == 2 and not known.side_effects)
         ):
-            self._look_for_side_effects(known, work)
+            found = self._look_for_side_effects(known, work)
+            known.side_effects = known.side_effects if found is None else found
         if known.side_effects and known.steps <= 2 and not known.warned:
             known.warned = True
             self._record.emit(
@@ -218,7 +219,13 @@ class SplitSafety:
         Cost: nothing if items are declared; else some counts of the batch's integer tensors and masks.
         """
         verdict, size = known.verdict, work.size
-        if verdict is None or verdict.outcome != "exact" or verdict.declared or size is None or size < 2:
+        if (
+            verdict is None
+            or verdict.outcome not in ("exact", "random")
+            or verdict.declared
+            or size is None
+            or size < 2
+        ):
             return False
         batch = largest_of(work.batch, work.split)
         known_or_new = dict.fromkeys([*verdict.held, *find_weightings(batch, size)])
@@ -261,8 +268,8 @@ class SplitSafety:
         if self._hazards(known):
             return "changes training"
         random = known.verdict is not None and known.verdict.outcome == "random"
-        if random and known.verdict is not None and not known.verdict.declared:
-            return "changes training"  # averages tell a sum from a mean, and no more: not a sum of both
+        if random and known.verdict is not None and known.verdict.shared_draws:
+            return "changes training"  # the same on average over draws, with less variance
         dropout = any(
             module.training and _drops(module) for model in self.parts.models.values() for module in model.modules()
         )
@@ -305,8 +312,8 @@ class SplitSafety:
         if forks and known.verdict.outcome != "unknown":
             known.side_effects = known.verdict.side_effects
 
-    def _look_for_side_effects(self, known: _Known, work: Work) -> None:
-        """Find only what else a forward pass changes, where no split is tried out."""
+    def _look_for_side_effects(self, known: _Known, work: Work) -> tuple[str, ...] | None:
+        """Return only what else a forward pass changes; None if that cannot be tried out."""
         check, size = self._split_check(known, work), work.size
         batch = work.batch if size is None else largest_of(work.batch, work.split)
         found = in_a_copy(lambda: attempted(lambda: check.look(batch, size)))
@@ -314,12 +321,15 @@ class SplitSafety:
             found = in_a_copy(lambda: attempted(lambda: check.look(batch, None)))
         if found.called:
             raise called_inside(found.called)
-        if found.outcome != "unknown":
-            known.side_effects = found.side_effects
+        return None if found.outcome == "unknown" else found.side_effects
 
-    def side_effects(self, loss_fn: LossFunction) -> tuple[str, ...]:
-        """Return what a loss function is known to change and nobody puts back, or that this is not known."""
-        found = self._of(loss_fn).side_effects
+    def side_effects(self, work: Work) -> tuple[str, ...]:
+        """Return what a loss function changes and nobody puts back, or that this is not known, before a retry."""
+        known = self._of(work.loss_fn)
+        found = known.side_effects
+        if not found and self._forks():  # it may have begun to change something since the first steps
+            now = self._look_for_side_effects(known, work)
+            found = found if now is None else now
         if found is None and self._forks():
             return ("unknown, since it could not be tried out",)
         return found or ()
@@ -378,6 +388,8 @@ def _is_power_of_two(count: int) -> bool:
 
 def _coupling(verdict: Verdict) -> str:
     """Return by how much the parts miss the whole, and what was tried."""
+    if verdict.why:
+        return verdict.why
     differs = f"differs from that over 3 + 1 of them by {verdict.difference:.1%}"
     if math.isnan(verdict.difference):
         differs = "differs from that over 3 + 1 of them in one batch or another"

@@ -298,7 +298,7 @@ class Attempts:
 
     def as_promised(self, decision: Decision, work: Work) -> Decision:
         """Return a decision to repeat an attempt with what it can promise: not everything may have been put back."""
-        lost = [*dict.fromkeys([*work.lost, *self.safety.side_effects(work.loss_fn)])]
+        lost = [*dict.fromkeys([*work.lost, *self.safety.side_effects(work)])]
         if not lost or isinstance(decision, Stop):
             return decision
         reason = f"{decision.reason}; the loss function changes what is not put back: {', '.join(lost[:5])}"

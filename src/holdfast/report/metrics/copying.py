@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -93,8 +93,6 @@ def follow(
     stop: threading.Event,
     *,
     poll_seconds: float = POLL_SECONDS,
-    first_attempt: int = 0,
-    since: float = 0.0,
     until_ended: bool = False,
 ) -> Copied:
     """Copy everything recorded so far, then what is new every second, until `stop` is set; then close the sinks.
@@ -106,32 +104,28 @@ def follow(
         sinks: From `open_sinks`.
         stop: Ends it, after a last look. Set already: one copy is made.
         poll_seconds: Between two looks.
-        first_attempt: Processes of earlier attempts are passed over.
-        since: Unix time: what the supervisor and guards recorded earlier is passed over. Each of them has one ring
-            for all attempts.
         until_ended: Whether the end of the run ends it too.
     """
-    watched, naming = Watched(run, SystemClock(), first_attempt=first_attempt), _Naming()
+    watched, naming = Watched(run, SystemClock()), _Naming()
     working, failures = list(sinks), list[str]()
     counts = {"points": 0, "events": 0, "lost": 0}
     last = stop.is_set()
     while True:
         seen = _look(watched, failures, last=last)
-        news = [_later(each, since) for each in seen.news]
-        points = [point for each in news for point in naming.points(each)]
+        points = [point for each in seen.news for point in naming.points(each)]
         events = [
             Happened(process=each.source.label, attempt=each.source.attempt, event=event)
-            for each in news
+            for each in seen.news
             for event in each.events
         ]
         events.sort(key=lambda happened: happened.event.unix_seconds)
         counts["points"] += len(points)
         counts["events"] += len(events)
-        counts["lost"] += sum(each.lost for each in news)
+        counts["lost"] += sum(each.lost for each in seen.news)
         for sink in list(working) if points or events else ():
             try:
                 sink.write(points, events)
-            except Exception as error:  # noqa: BLE001 - a client of another project must not end the supervisor
+            except Exception as error:  # noqa: BLE001 - a client of another project must not end the others
                 working.remove(sink)
                 failures.append(_failed(sink, error))
                 _close(sink, failures)
@@ -146,23 +140,12 @@ def follow(
 def _look(watched: Watched, failures: list[str], *, last: bool) -> RunSnapshot:
     try:
         return watched.look(hold_back=not last)
-    except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor lives on
+    except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the next look may succeed
         failure = f"the run directory cannot be read: {type(error).__name__}: {sanitise(error, most=300)}"
         if failure not in failures:
             failures.append(failure)
             _log.warning("%s", failure)
         return RunSnapshot(path=watched.run, state="running")
-
-
-def _later(news: News, since: float) -> News:
-    """Return the news without what the supervisor or a guard recorded before this time; of processes, all."""
-    if news.source.kind == "process":
-        return news
-    return replace(
-        news,
-        samples=[sample for sample in news.samples if sample.unix_seconds >= since],
-        events=[event for event in news.events if event.unix_seconds >= since],
-    )
 
 
 def _close(sink: Sink, failures: list[str]) -> None:

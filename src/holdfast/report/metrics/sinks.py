@@ -1,4 +1,4 @@
-"""Check and open sinks from what a user typed, such as ``tensorboard=DIR`` or ``jsonl=FILE``.
+"""Open sinks from what a user typed, such as ``tensorboard=DIR`` or ``jsonl=FILE``.
 
 Does not: write points (one module for each client does).
 """
@@ -6,7 +6,6 @@ Does not: write points (one module for each client does).
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,22 +20,6 @@ _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "wandb": lambda target, run: WandbRun(target, run.name),
     "mlflow": lambda target, run: MlflowRun(target, run.name),
 }
-_CLIENTS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-
-
-def check_targets(wanted: Sequence[str]) -> None:
-    """Check what can be checked without opening anything: a file or a server is not touched.
-
-    Args:
-        wanted: As for `open_sinks`.
-
-    Raises:
-        PolicyError: H742 if a client is not installed, H743 if a sink is unknown.
-    """
-    for each in wanted:
-        kind, _ = _parts(each)
-        if kind in _CLIENTS and importlib.util.find_spec(_CLIENTS[kind]) is None:
-            raise _not_installed(kind)
 
 
 def open_sinks(wanted: Sequence[str], run: Path) -> list[Sink]:
@@ -44,16 +27,16 @@ def open_sinks(wanted: Sequence[str], run: Path) -> list[Sink]:
 
     Args:
         wanted: Such as ``["tensorboard=tb", "jsonl=-"]``.
-        run: The run directory, after which runs are named. It may not be there as yet; it is made for a file in it.
+        run: The run directory, after which runs are named.
 
     Raises:
         PolicyError: H742 if a client is not installed, H743 if a sink is unknown or its target cannot be used.
     """
-    check_targets(wanted)
+    parts = [_parts(each) for each in wanted]  # a mistake in any of them opens none
     with contextlib.ExitStack() as opened:
         sinks = []
-        for each in wanted:
-            sink = _open(each, run)
+        for kind, target in parts:
+            sink = _open(kind, target, run)
             opened.callback(sink.close)
             sinks.append(sink)
         opened.pop_all()
@@ -72,25 +55,17 @@ def _parts(wanted: str) -> tuple[str, str]:
     return kind, target
 
 
-def _not_installed(kind: str, missing: str | None = None) -> PolicyError:
-    extra = kind if kind in ("wandb", "mlflow") else "metrics"
-    return PolicyError(
-        f"the client for {kind} is not installed ({missing or _CLIENTS[kind]})",
-        limit="metrics are written by the clients that their projects maintain",
-        fix=f'install the extra: pip install "torch-holdfast[{extra}]".',
-        rule="H742",
-    )
-
-
-def _open(wanted: str, run: Path) -> Sink:
-    kind, target = _parts(wanted)
+def _open(kind: str, target: str, run: Path) -> Sink:
     try:
-        folder = Path(target).absolute().parent
-        if kind == "jsonl" and folder.is_relative_to(run.absolute()):
-            folder.mkdir(parents=True, exist_ok=True)
         return _OPENERS[kind](target, run)
     except ImportError as error:
-        raise _not_installed(kind, error.name) from error
+        extra = kind if kind in ("wandb", "mlflow") else "metrics"
+        raise PolicyError(
+            f"the client for {kind} is not installed ({error.name})",
+            limit="metrics are written by the clients that their projects maintain",
+            fix=f'install the extra: pip install "torch-holdfast[{extra}]".',
+            rule="H742",
+        ) from error
     except Exception as error:  # clients raise what they like
         raise PolicyError(
             f"metrics target {kind}={target!r} cannot be opened "

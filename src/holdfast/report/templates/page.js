@@ -20,7 +20,7 @@
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colours.soft, activecolor: colours.ink },
     });
     for (const name of Object.keys(drawn)) {
-      if (/^[xy]axis\d*$$/.test(name)) {
+      if (/^[xy]axis\d*$/.test(name)) {
         drawn[name] = Object.assign({}, drawn[name], { gridcolor: colours.line, linecolor: colours.line,
           tickcolor: colours.line, spikecolor: colours.soft, spikethickness: 1, spikedash: "dot" });
       }
@@ -44,7 +44,7 @@
         "hoverlabel.bordercolor": colours.line, "hoverlabel.font.color": colours.ink,
         "modebar.color": colours.soft, "modebar.activecolor": colours.ink };
       for (const axis of Object.keys(place.layout)) {
-        if (/^[xy]axis\d*$$/.test(axis)) {
+        if (/^[xy]axis\d*$/.test(axis)) {
           change[axis + ".gridcolor"] = change[axis + ".linecolor"] = change[axis + ".tickcolor"] = colours.line;
           change[axis + ".spikecolor"] = colours.soft;
         }

@@ -18,7 +18,7 @@ from holdfast.core.events import process_events
 from holdfast.core.events.event import EventData
 from holdfast.core.events.process_events import Hang
 from holdfast.recorder.run_files import ProcessInfo, process_lives, read_processes
-from holdfast.supervise.launch.commands import Launcher, Sentinel
+from holdfast.supervise.launch.commands import Launcher
 from holdfast.supervise.launch.output import Copier, Streams
 from holdfast.supervise.launch.signals import ASKING_TO_END, Signals
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
@@ -63,7 +63,6 @@ class Attempt:
     streams: Streams
     copier: Copier
     signals: Signals  # entered already
-    sentinel: Sentinel
     launcher: Launcher | None
     grace_seconds: float  # between asking it to end and SIGKILL
     emit: Callable[[EventData], None]
@@ -98,8 +97,6 @@ class Attempt:
             self._say_lines()
             self._look_at_hangs()
             self._keep_deadlines()
-            if self.sentinel.revive():
-                self.emit(process_events.SentinelRevived())
         self.signals.command = None
         seconds = time.monotonic() - self._started
         status = self.child.wait()
@@ -116,7 +113,7 @@ class Attempt:
         poll = select.poll()
         for descriptor, events in [(self.signals.wake, select.POLLIN), *self.copier.wishes()]:
             poll.register(descriptor, events)
-        ready = poll.poll(max(0.0, min(until - now, self.copier.rests(now))) * 1e3)
+        ready = poll.poll(max(0.0, until - now) * 1e3)
         self.copier.serve(ready)
         now = time.monotonic()
         if now < until and not any(descriptor == self.signals.wake for descriptor, _ in ready):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.supervise import process_tree
 from holdfast.supervise.launch import child_start
 from holdfast.supervise.launch.output import Streams
-from holdfast.supervise.launchers import find_launcher_name
+from holdfast.supervise.observe.launchers import find_launcher_name
 from holdfast.supervise.process_tree import MARK_VARIABLE
 
 _RESTARTS_OPTIONS = ("--max-restarts", "--max_restarts")
@@ -46,21 +47,19 @@ def find_program(command: Sequence[str]) -> str:
     if found is not None:
         return str(Path(found).absolute())
     path = Path(command[0])
-    if path.exists() and ("/" in command[0] or path.suffix == ".py"):
-        fix = f"run `python {command[0]}`." if path.suffix == ".py" else f"chmod +x {command[0]}."
+    if path.exists():
         error = CommandError(
             f"{command[0]!r} is not executable",
             limit="the first word after -- is executed as it is, without a shell",
-            fix="name the program in it." if path.is_dir() else fix,
+            fix="write `python` before a script, or name a program, such as ./a.out after `chmod +x`.",
             rule="H721",
         )
         error.status = child_start.NOT_EXECUTABLE
         raise error
-    near = "python3" if command[0] == "python" and shutil.which("python3") else None
     raise CommandError(
         f"there is no command {command[0]!r}",
         limit="the first word after -- is a program in PATH or a path",
-        fix=f"write {near!r}." if near else "correct its name, or activate the environment that it belongs to.",
+        fix="correct its name, or activate the environment that it belongs to.",
         rule="H720",
     )
 
@@ -123,15 +122,10 @@ class Sentinel:
     """The process that ends the command's processes if this one is killed."""
 
     def __init__(self, mark: str, note: Path) -> None:
-        self._mark, self._note = mark, note
-        self._session = 0
-        self._start()
-
-    def _start(self) -> None:
         reading, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
-                [*_MINIMAL, process_tree.__file__, str(reading), self._mark, str(self._note.absolute())],
+                [*_MINIMAL, process_tree.__file__, str(reading), mark, str(note.absolute())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -146,17 +140,7 @@ class Sentinel:
 
     def guard_session(self, session: int) -> None:
         """Name the session of the newest command."""
-        self._session = session
         self._write(b"%d\n" % session)
-
-    def revive(self) -> bool:
-        """Start it again if somebody has killed it; return whether that was so."""
-        if self._process.poll() is None:
-            return False
-        os.close(self._pipe)
-        self._start()
-        self.guard_session(self._session)
-        return True
 
     def release(self) -> None:
         """End it: the supervisor ends by itself, and has ended everything."""
@@ -165,7 +149,5 @@ class Sentinel:
         self._process.wait()
 
     def _write(self, line: bytes) -> None:
-        try:
+        with suppress(OSError):  # somebody has killed it
             os.write(self._pipe, line)
-        except OSError:  # it was killed this moment; `revive` follows
-            return

@@ -7,10 +7,8 @@ a log file stays a log file. Nothing waits for the end of a stream, since an orp
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import select
-import stat
 import struct
 import termios
 import time
@@ -24,9 +22,6 @@ from holdfast.recorder.run_files import ATTEMPT_LINE
 _READ_BYTES = 1 << 16
 _WRITE_BYTES = select.PIPE_BUF  # poll says "writable" when this much goes into a pipe without waiting
 _MOST_PENDING = 1 << 20
-_REST_SECONDS, _REST_SECONDS_ON_A_TERMINAL = 0.1, 0.03  # tqdm draws 10 times a second; typed letters come faster
-_FEW_BYTES = 1024  # in that time: a terminal holds 4 KiB for us
-_FEW_LATELY = 4 * _FEW_BYTES  # who prints more must not find its pipe full: a full one leaves small pieces too
 _HEAD_SHARE, _NEWEST_SHARE = 4, 2  # of a full log: its first quarter and its newest half are kept
 _FREE_BYTES = 1 << 16  # that a full disk must have again before it is written to
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
@@ -153,11 +148,6 @@ class Sink:
         """Whether the last that was passed on ended with a line feed."""
         self._broken = False
         self._terminal = os.isatty(descriptor)
-        self.rest_seconds = _REST_SECONDS_ON_A_TERMINAL if self._terminal else _REST_SECONDS
-        """How long output may wait, so that many lines are one wake-up."""
-        self._piece = _WRITE_BYTES
-        with suppress(OSError):
-            self._piece = _READ_BYTES if stat.S_ISREG(os.fstat(descriptor).st_mode) else _WRITE_BYTES
 
     @property
     def full(self) -> bool:
@@ -181,7 +171,7 @@ class Sink:
     def flush_ready(self) -> None:
         """Write what goes without waiting; a reader that is gone is none to write to."""
         try:
-            written = os.write(self.descriptor, memoryview(self.pending)[: self._piece])
+            written = os.write(self.descriptor, memoryview(self.pending)[:_WRITE_BYTES])
         except BlockingIOError:
             return
         except OSError:
@@ -197,7 +187,6 @@ class Copier:
     def __init__(self, log: OutputLog, *, quiet: bool = False) -> None:
         self._log = log
         self._quiet = quiet
-        self._rests_until = self._last_read = self._lately = 0.0
         self._sources: dict[int, Sink] = {}
         self._sinks: dict[int, Sink] = {}
 
@@ -223,26 +212,13 @@ class Copier:
             for each in same:
                 each.at_line_start = True
 
-    def rests(self, now: float) -> float:
-        """Return how many seconds it is until `wishes` says more than now."""
-        return self._rests_until - now if now < self._rests_until else math.inf
-
     def wishes(self) -> Polled:
-        """Return descriptors to poll with the events to wait for.
-
-        Where few bytes come often, nothing is read for a moment: 200 lines a second would else wake us 200 times.
-        """
-        reading = [] if time.monotonic() < self._rests_until else self._readable()
+        """Return descriptors to poll with the events to wait for."""
+        reading = [(source, select.POLLIN) for source, sink in self._sources.items() if not sink.full]
         return reading + [(sink.descriptor, select.POLLOUT) for sink in self._sinks.values() if sink.pending]
 
-    def _readable(self) -> Polled:
-        return [(source, select.POLLIN) for source, sink in self._sources.items() if not sink.full]
-
     def serve(self, ready: Sequence[tuple[int, int]]) -> None:
-        """Do what `poll` has found possible, and read what came while we rested."""
-        if self._rests_until and time.monotonic() >= self._rests_until:
-            self._rests_until = 0.0
-            ready = [*self._readable(), *ready]
+        """Do what `poll` has found possible."""
         for descriptor, events in ready:
             if descriptor in self._sources and events & _READABLE:
                 self._read(descriptor)
@@ -262,13 +238,7 @@ class Copier:
             os.close(source)
             return
         self._log.write(data)
-        sink = self._sources[source]
-        now = time.monotonic()
-        self._lately = self._lately * 0.5 ** ((now - self._last_read) / sink.rest_seconds) + len(data)
-        often = now - self._last_read < 2 * sink.rest_seconds and len(data) < _FEW_BYTES
-        rests = often and self._lately < _FEW_LATELY
-        self._rests_until, self._last_read = now + sink.rest_seconds if rests else 0.0, now
-        sink.pass_on(data)
+        self._sources[source].pass_on(data)
 
     def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
         """After the end of the command: read what is left without waiting for the end of streams, and pass it on.
@@ -277,12 +247,11 @@ class Copier:
             quiet_seconds: A stream that gives nothing for so long gives nothing more: whoever holds it is an orphan.
             flush_seconds: How long our own streams may take.
         """
-        self._rests_until, deadline = 0.0, time.monotonic() + flush_seconds
+        deadline = time.monotonic() + flush_seconds
         while (wishes := self.wishes()) and (left := deadline - time.monotonic()) > 0:
             reading = any(events == select.POLLIN for _, events in wishes)
             ready = _poll(wishes, min(quiet_seconds, left) if reading else left)
             self.serve(ready)
-            self._rests_until = 0.0
             if not ready and not any(sink.pending for sink in self._sinks.values()):
                 break
         for source in self._sources:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import platform
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -71,15 +70,10 @@ class RunFolder:
         except OSError as error:
             raise self.unusable(error) from error
 
-    def _described(self) -> dict[str, Any]:
-        """Return what is known of the command before; nothing if it is damaged."""
-        with suppress(OSError, ValueError, RecursionError):
-            found = json.loads(self._file.read_bytes())
-            return found if isinstance(found, dict) else {}
-        return {}
-
     def _check_format(self) -> None:
-        found = self._described().get("format", FORMAT)
+        found = FORMAT  # of a damaged description, which is written again
+        with suppress(OSError, ValueError, RecursionError, AttributeError):
+            found = json.loads(self._file.read_bytes()).get("format", FORMAT)
         if not isinstance(found, int) or found > FORMAT:
             raise RunDirectoryError(
                 f"{self._file} has format {found!r}",
@@ -105,12 +99,7 @@ class RunFolder:
         numbers += [info.attempt for _, info in read_processes(self.path)]
         return max(number for number in numbers if isinstance(number, int)) + 1
 
-    def command_before(self) -> tuple[str, ...] | None:
-        """Return the words of the command that was run here before; None if there was none, or it cannot be read."""
-        words = self._described().get("argv")
-        return tuple(map(str, words)) if isinstance(words, list) else None
-
-    def describe(self, command: Sequence[str], started: float, limits: Mapping[str, float] | None = None) -> None:
+    def describe(self, command: Sequence[str], started: float) -> None:
         """Write what is known before the start.
 
         Raises:
@@ -125,7 +114,6 @@ class RunFolder:
             "started": started,
             "supervisor_pid": os.getpid(),
             "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
-            "limits": {name: seconds for name, seconds in (limits or {}).items() if math.isfinite(seconds)},
         }
         try:
             (self.supervisor / LOST_FILE).unlink(missing_ok=True)

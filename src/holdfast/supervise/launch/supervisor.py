@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import select
-import shlex
 import signal
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.core.durable import replace_file
@@ -20,21 +19,44 @@ from holdfast.core.events.event import Event, EventData
 from holdfast.core.events.run_events import RecordingMovedAside
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
-from holdfast.recorder.progress import Phase, Standing, read_board
+from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
 from holdfast.supervise.launch.attempt import Attempt, End
 from holdfast.supervise.launch.commands import Sentinel, find_launcher, make_environment, start
 from holdfast.supervise.launch.kernel import become_subreaper, count_oom_kills
 from holdfast.supervise.launch.output import Copier, OutputLog, Streams, open_missing_streams
-from holdfast.supervise.launch.plan import Plan
-from holdfast.supervise.launch.restarts import Again, Past, Stop, decide_restart
+from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart
 from holdfast.supervise.launch.run_folder import RunFolder
 from holdfast.supervise.launch.signals import ASKING_TO_END, Signals
 from holdfast.supervise.process_tree import Tree, read_process
-from holdfast.supervise.watch.limits import name_of
+from holdfast.supervise.watch.limits import HangLimits
 
-_MOST_SHOWN = 100
 _ENDING = ASKING_TO_END | {signal.SIGHUP}  # between attempts nobody handles the hang-up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be run, and how.
+
+    Args:
+        command: Its words.
+        program: The file that the first word means.
+        run: The run directory.
+        budgets: Of restarts.
+        limits: Of hangs; None: nobody watches.
+        observe: Whether Python processes record themselves.
+        grace_seconds: Between asking the command to end and SIGKILL.
+        most_log_bytes: Size of the log of what it prints.
+    """
+
+    command: tuple[str, ...]
+    program: str
+    run: Path
+    budgets: Budgets = field(default_factory=Budgets)
+    limits: HangLimits | None = field(default_factory=HangLimits)
+    observe: bool = True
+    grace_seconds: float = 25.0
+    most_log_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +90,8 @@ class Supervisor:
         with ExitStack() as opened:
             opened.callback(self._folder.close)
             self._number = self._folder.next_attempt()
-            self._continued = self._folder.command_before()
-            floors = {name_of(phase): plan.limits.floor(phase) for phase in Phase} if plan.limits else None
             try:
-                self._folder.describe(plan.command, time.time(), floors)
+                self._folder.describe(plan.command, time.time())
                 self._box = BlackBox(self._folder.supervisor)
                 self._log = OutputLog(self.run_path / OUTPUT_FILE, plan.most_log_bytes)
             except OSError as error:
@@ -94,7 +114,9 @@ class Supervisor:
             sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
             stack.callback(sentinel.release)
             signals = stack.enter_context(Signals(tree))
-            self._say_what_is_continued()
+            for what in self._box.moved_aside:
+                self.emit(RecordingMovedAside(what=what))
+                self._copier.say(f"{self._folder.supervisor.name}/{what}")
             while True:
                 end = self._attempt(mark, tree, sentinel, signals)
                 verdict = self._judge()
@@ -128,17 +150,6 @@ class Supervisor:
             f"{OUTPUT_FILE} cannot be written ({why}); the command goes on, and what it prints is lost there"
         )
 
-    def _say_what_is_continued(self) -> None:
-        for what in self._box.moved_aside:
-            self.emit(RecordingMovedAside(what=what))
-            self._copier.say(f"{self._folder.supervisor.name}/{what}")
-        before = self._continued
-        if self._number and before is not None and before != self._plan.command:
-            self._copier.say(
-                f"{self.run_path} holds a run of another command, {shlex.join(before)[:_MOST_SHOWN]!r}; "
-                f"it is continued as attempt {self._number}"
-            )
-
     def _attempt(self, mark: str, tree: Tree, sentinel: Sentinel, signals: Signals) -> End:
         plan, number = self._plan, self._number
         self._log.begin(number)
@@ -152,7 +163,7 @@ class Supervisor:
         sentinel.guard_session(child.pid)
         attempt = Attempt(
             number=number, run=self.run_path, child=child, tree=tree, streams=streams, copier=self._copier,
-            signals=signals, sentinel=sentinel, launcher=self._launcher, grace_seconds=plan.grace_seconds,
+            signals=signals, launcher=self._launcher, grace_seconds=plan.grace_seconds,
             emit=self.emit,
         )  # fmt: skip
         with ExitStack() as watched:
@@ -160,13 +171,9 @@ class Supervisor:
                 from holdfast.supervise.watch.watching import watching
 
                 look = watching(
-                    self.run_path,
-                    number,
-                    plan.limits,
-                    emit=self.emit,
-                    on_hang=attempt.take_hang,
+                    self.run_path, number, plan.limits, emit=self.emit, on_hang=attempt.take_hang,
                     say=attempt.take_line,
-                )
+                )  # fmt: skip
                 watched.enter_context(look)
             end = attempt.serve()
         sentinel.guard_session(0)  # its number may be a stranger's from now on
@@ -262,11 +269,8 @@ def _board(path: Path) -> Standing | None:
 
 def _no_verdict(why: str) -> Verdict:
     return Verdict(
-        cause="H1600",
-        family="unknown",
-        title="unknown",
+        cause="H1600", family="unknown", title="unknown",
         summary="Why the command ended could not be found out, since the judgement itself failed.",
-        fix="Read the end of output.log in the run directory.",
-        confidence=0.0,
+        fix="Read the end of output.log in the run directory.", confidence=0.0,
         missing=(f"the judgement failed with {why}",),
-    )
+    )  # fmt: skip

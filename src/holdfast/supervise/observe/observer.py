@@ -26,9 +26,9 @@ from holdfast.recorder.run_files import (
     on_recording,
     write_process,
 )  # fmt: skip
-from holdfast.supervise.launchers import find_launcher_name
 from holdfast.supervise.observe.endings import Endings
 from holdfast.supervise.observe.importing import ImportWatch
+from holdfast.supervise.observe.launchers import find_launcher_name
 from holdfast.supervise.observe.stacks import Stacks
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ disk take minutes. (NVIDIA's resiliency extension allows 60 minutes before the f
 
 _ONCE = frozenset({Phase.STARTING, Phase.FIRST_STEP, Phase.ENDING})
 _EACH_STEP = frozenset({Phase.DATA_WAIT, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER})
-_OTHERS = ("all", "floor", "factor", "moving")
+_OTHERS = ("all", "floor", "moving")
 _WINDOW_SECONDS, _WINDOW_COUNT = 3600.0, 256
 
 
@@ -66,7 +66,7 @@ class HangLimits:
 
         Args:
             settings: ``PHASE=SECONDS`` each; ``off`` for no limit. Besides the phases there are ``all`` (each phase
-                that is not named), and ``floor``, ``factor`` and ``moving``, as the fields of this class.
+                that is not named), and ``floor`` and ``moving``, as the fields of this class.
 
         Raises:
             PolicyError: H726 if there is no ``=``, H727 for an unknown phase, H728 for what is no positive number.
@@ -79,7 +79,7 @@ class HangLimits:
             elif name in _PHASES:
                 fixed[_PHASES[name]] = number
             else:
-                numbers["factor" if name == "factor" else f"{name}_seconds"] = number
+                numbers[f"{name}_seconds"] = number
         return cls(fixed=fixed, **numbers)
 
     def floor(self, phase: Phase) -> float:
@@ -112,18 +112,14 @@ def _read(setting: str) -> tuple[str, float]:
             fix=did_you_mean(name, known, otherwise="take one of these."),
             rule="H727",
         )
-    text, least = right.strip(), 1.0 if name == "factor" else 0.0
+    text = right.strip()
     try:
         number = math.inf if text.lower() in ("off", "none") else float(text.removesuffix("s"))
     except ValueError:
         number = math.nan
-    if not number > least or (name == "factor" and math.isinf(number)):
-        raise PolicyError(
-            f"{name}={text}",
-            limit=f"it takes a number above {least:g}" + ("" if name == "factor" else " of seconds, or 'off'"),
-            fix=f"for instance '{name}={8 if name == 'factor' else 120}'.",
-            rule="H728",
-        )
+    if not number > 0:
+        limit = "it takes a number of seconds above 0, or 'off'"
+        raise PolicyError(f"{name}={text}", limit=limit, fix=f"for instance '{name}=120'.", rule="H728")
     return name, number
 
 

@@ -1,0 +1,176 @@
+"""`holdfast checkpoints` and `holdfast quarantine`: what a guard keeps in its run directory. Without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import textwrap
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.checkpoint.seal import read_manifest
+from holdfast.checkpoint.store import Entry, Store
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
+from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
+from holdfast.core.text import moment, sanitise, size
+from holdfast.guard.directory import RunDirectory
+from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, last_line, plain
+
+_RunDir = Annotated[Path, typer.Argument(help="Directory that was given to Guard.")]
+
+
+def checkpoints(
+    run_dir: _RunDir,
+    verify: Annotated[bool, typer.Option("--verify", help="Check every byte of every checkpoint.")] = False,
+    prune: Annotated[
+        int | None, typer.Option("--prune", min=1, metavar="K", help="Keep the newest K, and the last good one.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a run, newest first; with --verify check them, with --prune delete old ones."""
+    with failing_clearly(as_json=as_json):
+        store = store_of(run_dir)
+        removed = [] if prune is None else _prune(run_dir, store, prune)
+        entries = store.entries()
+        described = [_checkpoint_row(entry, verify=verify) for entry in entries]
+        # A run may have removed, or moved aside, what was just listed.
+        rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
+        rows += [_checkpoint_row(entry, verify=False, status="damaged, moved aside") for entry in store.damaged()]
+    if as_json:
+        print_json({"run_dir": str(run_dir), "checkpoints": rows, "removed": [path.name for path in removed]})
+    else:
+        _print_checkpoints(rows, removed)
+    if any(row["status"].startswith(("damaged:", "cannot be read now")) for row in rows):
+        raise typer.Exit(CHECK_FAILED)
+
+
+def store_of(run_dir: Path) -> Store:
+    """Return the checkpoints of a run directory.
+
+    Raises:
+        PolicyError: H701 if it is none.
+    """
+    store = Store(run_dir / "checkpoints")
+    if not store.directory.is_dir() and not (run_dir / "recorder").is_dir():
+        raise PolicyError(
+            f"{run_dir} is no run directory",
+            limit="it holds neither checkpoints nor a recording",
+            fix="pass the directory that was given to Guard.",
+            rule="H701",
+        )
+    return store
+
+
+def _prune(run_dir: Path, store: Store, keep: int) -> list[Path]:
+    directory = RunDirectory(run_dir)
+    directory.acquire()  # never delete under a run that trains
+    try:
+        return store.prune(keep)
+    finally:
+        directory.release()
+
+
+def _checkpoint_row(entry: Entry, *, verify: bool, status: str = "complete") -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": entry.path.name, "global_step": entry.global_step, "status": status}
+    try:
+        manifest = entry.verify() if verify else read_manifest(entry.path)
+    except RunDirectoryError as error:
+        if error.rule != "H307":
+            return {**facts, "status": "of a newer holdfast"}
+        reason = error.what.removeprefix(f"checkpoint {entry.path.name} ")
+        return facts if status != "complete" else {**facts, "status": reason}
+    except CheckpointError as error:
+        reason = error.what.partition(": ")[2] or error.what
+        return facts if status != "complete" else {**facts, "status": f"damaged: {reason}"}
+    saved = datetime.fromtimestamp(manifest.unix_seconds, UTC).isoformat(timespec="seconds")
+    facts |= {"size_bytes": manifest.size_bytes(), "saved": saved, "written_by": manifest.written_by}
+    return {**facts, "status": "verified"} if verify else facts
+
+
+def _print_checkpoints(rows: list[dict[str, Any]], removed: list[Path]) -> None:
+    table = Table("checkpoint", "step", "size", "saved (UTC)", "status")
+    for row in rows:
+        written = size(row["size_bytes"]) if "size_bytes" in row else "?"
+        saved = row.get("saved", "?").removesuffix("+00:00").replace("T", " ")
+        table.add_row(row["name"], str(row["global_step"]), written, saved, row["status"])
+    if rows:
+        console().print(table)
+    else:
+        typer.echo("no checkpoints yet")
+    for path in removed:
+        typer.echo(f"removed {path.name}")
+
+
+def quarantine(
+    run_dir: _RunDir,
+    evidence: Annotated[bool, typer.Option("--evidence", help="Print all of it, not its last line.")] = False,
+    release: Annotated[
+        list[str] | None, typer.Option("--release", metavar="SAMPLE", help="Release this one; may be repeated.")
+    ] = None,
+    release_all: Annotated[bool, typer.Option("--release-all", help="Release all.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the samples that a run has quarantined, with the evidence, and release them: the run reads them again.
+
+    Exit code 0: done. 2: it could not be done.
+    """
+    with failing_clearly(as_json=as_json):
+        if not (run_dir / FILE_NAME).exists():
+            store_of(run_dir)
+        with contextlib.ExitStack() as stack:
+            if release or release_all:  # a live run would write its own ledger over what is released
+                directory = RunDirectory(run_dir)
+                directory.acquire()
+                stack.callback(directory.release)
+            ledger = Ledger(sys.maxsize, None, time.time)  # what the run allows does not matter here
+            ledger.keep_in(run_dir / FILE_NAME)
+            held = [entry for entry in ledger if not entry.released]
+            wanted = [each.index for each in held] if release_all else _named(held, release or [], run_dir)
+            released = [plain(index) for index in ledger.release(wanted)]
+    rows = [_sample_row(entry) for entry in ledger]
+    if as_json:
+        print_json({"run_dir": str(run_dir), "samples": rows, "released": released})
+    else:
+        _print_samples(rows, released, evidence=evidence)
+
+
+def _named(held: list[Quarantined], names: list[str], run_dir: Path) -> list[Any]:
+    """Return the dataset indices that these names mean; H710 for a name of none."""
+    printed = [str(plain(each.index)) for each in held]
+    for name in names:
+        if name not in printed:
+            there = ", ".join(printed[:10]) + (", ..." if len(printed) > 10 else "")
+            what, limit = f"sample {name!r} is not quarantined in {run_dir}", f"quarantined there: {there or 'none'}"
+            fix = f"pass a name as `holdfast quarantine {run_dir}` prints it."
+            raise PolicyError(what, limit=limit, fix=fix, rule="H710")
+    return [each.index for each, name in zip(held, printed, strict=True) if name in names]
+
+
+def _sample_row(entry: Quarantined) -> dict[str, Any]:
+    row = dataclasses.asdict(entry) | {"index": plain(entry.index), "found": moment(entry.unix_seconds)}
+    del row["unix_seconds"]
+    return row
+
+
+def _print_samples(rows: list[dict[str, Any]], released: list[int | str], *, evidence: bool) -> None:
+    table = Table("sample", "kind", "from epoch", "found (UTC)", "state", "evidence")
+    for row in rows:
+        state = "released" if row["released"] else "quarantined"
+        cells = [str(row["index"]), row["kind"], str(row["epoch"]), row["found"], state, last_line(row["evidence"])]
+        table.add_row(*(Text(sanitise(cell)) for cell in cells))  # not str: brackets in it are no markup
+    if rows:
+        console().print(table)
+    for row in rows if evidence else []:
+        text = f"\nsample {row['index']}, {row['kind']}:\n{textwrap.indent(row['evidence'].strip(), '  ')}"
+        typer.echo(sanitise(text, most=10_000, lines=True))
+    for name in released:
+        typer.echo(sanitise(f"released {name}"))
+    gone = sum(row["released"] for row in rows)
+    typer.echo(f"{len(rows) - gone} quarantined, {gone} released")
