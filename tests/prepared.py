@@ -37,6 +37,11 @@ _LOADED = (
     "holdfast.forecast.job.building", "holdfast.forecast.fake.device", "holdfast.forecast.job.jobs",
     "holdfast.forecast.trace.tracer", "holdfast.forecast.kernels.scratch_cpu",
 )  # fmt: skip
+FRAMEWORKS = (
+    *_LOADED[:4], "holdfast.guard.guard", "transformers.trainer", "lightning.pytorch", "accelerate",
+    "holdfast.integrations.transformers.trainer", "holdfast.integrations.lightning", "holdfast.integrations.accelerate",
+)  # fmt: skip
+"""What a process may have loaded that is started for a framework."""
 
 
 class Prepared(subprocess.Popen[Any]):
@@ -44,10 +49,12 @@ class Prepared(subprocess.Popen[Any]):
 
     Args:
         arguments: What would follow ``python``: the path of a script, or ``-m`` and a module, and its arguments.
+        loaded: Modules that the prepared process has loaded, as far as they are installed.
         given: ``stdin``, ``stdout``, ``stderr``, ``env``, ``cwd``, ``text`` and ``start_new_session`` of `Popen`.
     """
 
-    def __init__(self, arguments: Sequence[object], **given: Any) -> None:
+    def __init__(self, arguments: Sequence[object], *, loaded: tuple[str, ...] = _LOADED, **given: Any) -> None:
+        self._loaded = loaded
         super().__init__(list(map(str, arguments)), **given)
 
     def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, passed: Any, cwd: Any, env: Any,
@@ -63,7 +70,7 @@ class Prepared(subprocess.Popen[Any]):
             "environment": dict(os.environ if env is None else env),
             "session": started_session,
         }
-        server = _server()
+        server = _server(self._loaded)
         socket.send_fds(server, [json.dumps(request).encode()], [*standard, status])
         os.close(status)
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -113,11 +120,11 @@ def prepare_forecasts(patch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def _server() -> socket.socket:
+def _server(loaded: tuple[str, ...]) -> socket.socket:
     """Return the connection to a prepared process; it ends when that is closed, as it is when this process ends."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with there:
-        command = [sys.executable, __file__, str(there.fileno()), *_LOADED]
+        command = [sys.executable, __file__, str(there.fileno()), *loaded]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
         nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         subprocess.run(
@@ -132,7 +139,8 @@ def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
         os._exit(0)  # it is no child of the tests' process: tests look at that one's children
     os.setsid()  # Ctrl-C is for the tests
     for name in sys.argv[2:]:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     gc.freeze()  # what is loaded is neither looked through nor copied when a child collects garbage
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose the other threads"
     running: dict[int, tuple[int, int]] = {}

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from tests.prepared import run_prepared
+from tests.prepared import FRAMEWORKS, run_prepared
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "short_of_memory.py"
@@ -21,7 +21,7 @@ def train(host: str, place: str) -> dict[str, Any]:
     if host != "loop":
         pytest.importorskip({"lightning": "lightning.pytorch"}.get(host, host), exc_type=ImportError)
     with TemporaryDirectory() as folder:
-        ended = run_prepared([PROGRAM, host, place, folder], timeout=300)
+        ended = run_prepared([PROGRAM, host, place, folder], timeout=300, loaded=FRAMEWORKS)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
