@@ -38,8 +38,9 @@ _LOADED = (
     "holdfast.forecast.trace.tracer", "holdfast.forecast.kernels.scratch_cpu",
 )  # fmt: skip
 FRAMEWORKS = (
-    *_LOADED[:4], "holdfast.guard.guard", "transformers.trainer", "lightning.pytorch", "accelerate",
-    "holdfast.integrations.transformers.trainer", "holdfast.integrations.lightning", "holdfast.integrations.accelerate",
+    *_LOADED[:4], "holdfast.guard.guard",
+    "transformers.trainer", "holdfast.integrations.transformers.trainer",
+    "lightning.pytorch", "holdfast.integrations.lightning", "accelerate", "holdfast.integrations.accelerate",
 )  # fmt: skip
 """What a process may have loaded that is started for a framework."""
 
