@@ -303,7 +303,7 @@ def test_a_random_loss_is_tried_with_the_same_numbers_in_parts_and_whole(tmp_pat
     """Where numbers belong to one sample each, a split is equal in distribution; else it has less variance."""
     make_loss, shared = SPLIT[case]
     _, _, said = step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
-    assert said["split_check"] == said["split_check"] | {"outcome": "random", "shared_draws": shared}
+    assert said["split_check"] == said["split_check"] | {"outcome": "random", "draws": "shared" if shared else "own"}
     assert said["weighting"] == "samples"
 
 

@@ -206,6 +206,7 @@ class Promises(EventData):
 
     batch_size: int | None
     split: str
+    split_promise: str | None = None
     weighting: str | None = None
     split_check: Mapping[str, Any] | None = None
     side_effects: tuple[str, ...] | None = None

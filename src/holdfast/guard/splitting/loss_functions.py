@@ -196,11 +196,17 @@ def _is_filled(cell: Any) -> bool:
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)  # to iterate another might do anything
 _LOOKED_AT = 64  # entries of a container; a longer one is known by its length
+_WHOLE = 1 << 20  # elements of a tensor that are compared; a larger one is known by its sum
 _OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def find_side_effects(
-    models: Mapping[str, nn.Module], loss_fn: Callable[[Any], Any], forward: Callable[[], float]
+    models: Mapping[str, nn.Module],
+    loss_fn: Callable[[Any], Any],
+    forward: Callable[[], float],
+    *,
+    known: Sequence[Any] = (),
+    logs_too: bool = False,
 ) -> tuple[str, ...]:
     """Return what another pass over the same samples changes, such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
 
@@ -212,15 +218,21 @@ def find_side_effects(
         loss_fn: Its variables are those that it takes from outside, and the attributes of the object that it is of.
         forward: Runs it once, the same each time, and returns the loss. Variables of the loss function, which may be
             counters or logs, are named only if the second loss is another one than the first.
+        known: Objects that are put back, and so are no variables.
+        logs_too: Name variables in any case.
     """
+    own = [*known, *(module for model in models.values() for module in model.modules())]
     losses, seen = [], []
     for _ in range(2):
         losses.append(forward())
-        seen.append((_attributes(models), _variables(loss_fn)))
+        seen.append((_attributes(models), _variables(loss_fn, own)))
     (once, before), (twice, after) = seen
     changed = _changed(once, twice)
-    if losses[0] != losses[1] and not any(map(math.isnan, losses)):  # NaN: memory was short
-        changed |= _changed(before, after) or (set() if changed else {"loss_fn: its loss changes, not seen why"})
+    differs = losses[0] != losses[1] and not any(map(math.isnan, losses))  # NaN: memory was short
+    if differs or logs_too:
+        changed |= _changed(before, after)
+    if differs and not changed:
+        changed = {"loss_fn: its loss changes, not seen why"}
     return tuple(sorted(changed))
 
 
@@ -239,14 +251,14 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
     }
 
 
-def _variables(function: Any) -> dict[str, Any]:
+def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
     """Return what a function sees outside of itself: free variables, globals, attributes of its object, arguments."""
     found: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         found |= {"argument": [*function.args, *function.keywords.values()]}
         function = function.func
     if isinstance(function, TwoPass):
-        return {**_variables(function.outputs), **_variables(function.loss)}
+        return {**_variables(function.outputs, own), **_variables(function.loss, own)}
     owner = getattr(function, "__self__", function)
     if not isinstance(owner, (nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
         found |= getattr(owner, "__dict__", {})
@@ -255,18 +267,30 @@ def _variables(function: Any) -> dict[str, Any]:
         outside = inspect.getclosurevars(function)
         found |= {**outside.globals, **outside.nonlocals}
     return {
-        f"loss_fn: {name}": _snapshot(value, depth=2)
+        f"loss_fn: {name}": _snapshot(_inside(value), depth=2)
         for name, value in found.items()
-        if not isinstance(value, (nn.Module, types.ModuleType, types.FunctionType, type))
+        if not isinstance(value, (types.ModuleType, types.FunctionType, type))
+        and not any(value is each for each in own)
     }
 
 
+def _inside(value: Any) -> Any:
+    """Return what an object of the caller's holds, such as a criterion with a counter; all else as it is."""
+    if isinstance(value, nn.Module):
+        plain = {name: each for name, each in vars(value).items() if name not in _OF_TORCH}
+        return {**plain, **dict(value.named_buffers())}
+    ours = isinstance(value, (*_PLAIN, *_CONTAINERS, Mapping, torch.Tensor)) or callable(value)
+    return vars(value) if not ours and hasattr(value, "__dict__") else value
+
+
 def _snapshot(value: Any, depth: int) -> Any:
-    """Return plain values as they are and tensors as copies, in containers to some depth; all else by its type."""
+    """Return plain values as they are and small tensors as copies, in containers to some depth; all else by type."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return (
+            value.detach().clone() if value.numel() <= _WHOLE else [value.shape, float(value.detach().double().sum())]
+        )
     if isinstance(value, Mapping) and depth and len(value) <= _LOOKED_AT:
         return {str(key): _snapshot(entry, depth - 1) for key, entry in value.items()}
     if isinstance(value, _CONTAINERS):

@@ -2,8 +2,9 @@
 
 The gradient over 4 samples is compared with the weighted gradients over 3 and 1 of them. If the loss function does
 not say what its mean is over, everything in the batch that it may be over is tried. If nothing reproduces the
-gradient, samples are coupled (in-batch negatives, a pairwise loss). Parts are given the random numbers that the whole
-has drawn for their samples; where that cannot be done, only a loss that declares its items is split.
+gradient, samples are coupled (in-batch negatives, a pairwise loss). Models are in training mode, but for layers such
+as BatchNorm, which `SplitSafety` knows. Parts are given the random numbers that the whole has drawn for their
+samples; where that cannot be done, they are compared in evaluation mode, and no split is called equal.
 
 On the CPU this runs in a forked copy of the process, so it leaves no trace in this one. With an accelerator a fork is
 not possible; there it runs in place, only when a split is about to be made, and the caller puts everything back.
@@ -19,6 +20,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _pytree as pytree
 
 from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
@@ -30,7 +33,7 @@ from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.guard.state.states import StateKeeper
 from holdfast.guard.state.trees import same
 from holdfast.loader.random_state import seed_cpu
-from holdfast.loader.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
+from holdfast.loader.splitting import Split, batch_size, copied, micro_batches, select, tensors_in, versions_of
 from holdfast.memory import onednn
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
 from holdfast.numerics.eager import eager
@@ -40,6 +43,8 @@ _SAMPLES = 4
 # Rounding of 3 + 1 against 4 samples stays below 1e-5 in fp32; coupled losses differ by 0.01 and more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 5e-2
+# A small sum beside a mean differs by less, and grows with the batch. Rounding does not reach both of these.
+_SMALL, _SMALL_OF_LOSS = 2e-5, 3e-6
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
 _LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
@@ -48,6 +53,9 @@ _NOT_REPEATABLE = (
     "parts make up the whole cannot be tried"
 )
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
+# Each sample's own; for all samples together, which each part then draws anew; or they could not be given to parts.
+Draw: TypeAlias = Literal["none", "own", "shared", "unknown"]
+_DRAWS: tuple[Draw, ...] = ("none", "own", "shared", "unknown")  # from best to worst
 Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
 _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupled")  # unknown yields to any other
 
@@ -67,7 +75,7 @@ class Verdict:
     changes_batch: bool = False  # the loss function changes the tensors of its batch
     changed_buffer: str = ""  # name of a buffer, other than running statistics, that a forward pass changes
     why: str = ""  # for ``"unknown"``, what went wrong; for ``"coupled"``, why it could not be shown
-    shared_draws: bool = False  # the loss draws numbers for all samples together, which each part then draws anew
+    draws: Draw = "none"  # random numbers in training
     short_of_memory: bool = False  # for ``"unknown"``, whether that was, or may have been, a lack of memory
     held: tuple[Weighting, ...] = ()  # weightings by which the parts make up the whole, the most usual first
     failed: tuple[Weighting, ...] = ()  # weightings by which they do not
@@ -102,7 +110,7 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
     held = tuple(sorted((weighting for weighting in every if weighting not in failed), key=Weighting.rank))
     together: dict[str, Any] = {
         "changes_batch": any(verdict.changes_batch for verdict in verdicts),
-        "shared_draws": any(verdict.shared_draws for verdict in verdicts),
+        "draws": max((verdict.draws for verdict in verdicts), key=_DRAWS.index),
         "changed_buffer": next((verdict.changed_buffer for verdict in verdicts if verdict.changed_buffer), ""),
         "side_effects": tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.side_effects)),
     }
@@ -115,11 +123,7 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
 
 @dataclass(slots=True, kw_only=True)
 class SplitCheck:
-    """What is tried out.
-
-    Models run first in training, to see which buffers change; then in evaluation, so that dropout does not hide the
-    answer.
-    """
+    """What is tried out."""
 
     loss_fn: Callable[[Any], Any]  # is given copies
     split: Split
@@ -131,28 +135,43 @@ class SplitCheck:
     in_a_copy: bool  # whether this process is a copy that is thrown away, so that side effects can be looked for
     known: Sequence[Weighting] = ()  # what the mean of the loss was found to be over in earlier batches
     _draws: Draws | None = field(default=None, init=False)
+    _buffers: BufferKeeper | None = field(default=None, init=False)
+    _seen: tuple[bool, bool] = field(
+        default=(False, False), init=False
+    )  # of the whole: declares items, changes batch
+    _gap: float = field(default=0.0, init=False)  # relative difference of the losses in the newest comparison
     uneven: list[str] = field(default_factory=list)  # found: states that the parts leave otherwise than the whole
 
     def run(self, batch: Any, size: int) -> Verdict:
         """Compare samples from the beginning and the end of a batch, and more where candidates disagree."""
         self.states.keep()
         windows = [w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1]
+        if not callable(self.split) and size > _SAMPLES:  # what the two halves of a batch are may differ
+            windows[1:] = [*windows[1:-1], select(batch, size, [0, 1, size - 2, size - 1], self.split)]
         changed_buffer = self._find_changed_buffer(windows[0])
         side_effects = self._side_effects(windows[0]) if self.in_a_copy else ()
         weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
-        with _evaluating(self.models.values()), torch.enable_grad():
+        self._buffers = BufferKeeper(dict(self.models))
+        self._buffers.keep()
+        with _modes(self.models.values(), mixing_layers), _plain_attention(self._devices()), torch.enable_grad():
             found = self._through(windows, weightings)
-        self.states.put_back()
+        self._begin(0)
         changed_buffer = changed_buffer or next(iter(self.uneven), "")
         return merged(found, changed_buffer=changed_buffer, side_effects=side_effects)
 
-    def look(self, batch: Any, size: int | None) -> Verdict:
-        """Return only what a forward pass over some samples leaves behind; over all, if they cannot be cut."""
+    def look(self, batch: Any, size: int | None, *, logs_too: bool = False) -> Verdict:
+        """Return only what a forward pass over some samples leaves behind; over all, if they cannot be cut.
+
+        Args:
+            batch: It.
+            size: Its samples.
+            logs_too: Name also what has no effect on the next loss: a log, or a counter that may have one later.
+        """
         self.states.keep()
         few = batch if size is None else micro_batches(batch, size, min(_SAMPLES, size), self.split)[0][0]
-        return Verdict(outcome="trusted", side_effects=self._side_effects(few))
+        return Verdict(outcome="trusted", side_effects=self._side_effects(few, logs_too=logs_too))
 
-    def _side_effects(self, window: Any) -> tuple[str, ...]:
+    def _side_effects(self, window: Any, *, logs_too: bool = False) -> tuple[str, ...]:
         buffers = BufferKeeper(dict(self.models), self.states)
         buffers.keep()
 
@@ -161,7 +180,7 @@ class SplitCheck:
             buffers.put_back()
             return loss
 
-        return find_side_effects(self.models, self.loss_fn, forward)
+        return find_side_effects(self.models, self.loss_fn, forward, known=self.states.objects(), logs_too=logs_too)
 
     def _through(self, windows: Sequence[Any], weightings: Sequence[Weighting]) -> list[Verdict]:
         left = [windows[0], *windows[1:][-1:]]
@@ -230,36 +249,48 @@ class SplitCheck:
 
     def _compare(self, window: Any, weightings: Sequence[Weighting], difference: _Difference) -> Verdict:
         """Compare these samples as a whole with all but one and the last one, by each weighting."""
-        draws = None if isinstance(self.loss_fn, TwoPass) else Draws(self._devices(), self._least_tolerance())
+        found = self._compare_as_it_is(window, weightings, difference)
+        if found.draws != "unknown":
+            return found
+        with _modes(
+            self.models.values(), nn.Module.modules
+        ):  # what cannot be repeated may be drawn in training alone
+            found = self._compare_as_it_is(window, weightings, difference)
+        if found.outcome in ("exact", "random"):
+            return replace(found, outcome="random", draws="own" if isinstance(self.loss_fn, TwoPass) else "unknown")
+        return found
+
+    def _compare_as_it_is(self, window: Any, weightings: Sequence[Weighting], difference: _Difference) -> Verdict:
+        self._draws = None if isinstance(self.loss_fn, TwoPass) else Draws(self._devices(), self._least_tolerance())
         try:
-            return self._compare_with(draws, window, weightings, difference)
+            return self._compare_with(self._draws, window, weightings, difference)
         except NotRepeatableError:
+            self._draws = None
             return self._compare_with(None, window, weightings, difference)
 
     def _compare_with(
         self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], difference: _Difference
     ) -> Verdict:
         whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
-        self._draws = draws
         by_samples = difference(self, whole, parts, SAMPLES, 0)
-        declared, changes = self._declares_or_changes(whole)
+        declared, changes = self._seen
         if math.isnan(by_samples):
-            why = "its gradient is not finite"
+            why = "its gradient is zero, or not finite"
             return Verdict(outcome="unknown", declared=declared, changes_batch=changes, why=why)
-        tolerance = self._least_tolerance()
-        weights = {} if declared else {each: shares(each, parts) for each in weightings}
         found: dict[Any, float] = {shares(SAMPLES, parts): by_samples}
+        fits: dict[Any, bool] = {shares(SAMPLES, parts): self._fits(by_samples)}
+        weights = {} if declared else {each: shares(each, parts) for each in weightings}
         for each, weight in weights.items():
             if weight is not None and weight not in found:
                 found[weight] = difference(self, whole, parts, each, 0)
-        held = [each for each, weight in weights.items() if found.get(weight, math.inf) <= tolerance]
-        outcome: Outcome = "exact" if held or (declared and by_samples <= tolerance) else "coupled"
-        why = ""
-        if outcome == "exact" and draws is not None and draws.drew:
+                fits[weight] = self._fits(found[weight])
+        held = [each for each, weight in weights.items() if fits.get(weight)]
+        outcome: Outcome = "exact" if held or (declared and fits[shares(SAMPLES, parts)]) else "coupled"
+        why, drawn = "", "none" if draws is None or not draws.drew else "shared" if draws.shared else "own"
+        if outcome == "exact" and drawn != "none":
             outcome = "random"
-        elif outcome == "coupled" and (
-            (draws is not None and draws.outside_torch) or difference(self, whole, whole, SAMPLES, 1) > tolerance
-        ):
+        elif outcome == "coupled" and self._is_unrepeatable(draws, whole, difference):
+            drawn = "unknown"
             outcome, why = ("random", "") if declared else ("coupled", _NOT_REPEATABLE)
         return Verdict(
             outcome=outcome,
@@ -267,25 +298,42 @@ class SplitCheck:
             declared=declared,
             changes_batch=changes,
             why=why,
-            shared_draws=outcome == "random" and draws is not None and draws.shared,
+            draws=drawn,  # type: ignore[arg-type]
             held=tuple(held),
             # What these samples hold nothing of was not tried.
             failed=tuple(each for each, weight in weights.items() if each not in held and weight is not None),
         )
 
+    def _fits(self, difference: float) -> bool:
+        fine = difference <= _SMALL or self._gap <= _SMALL_OF_LOSS
+        measures = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE  # TF32 rounds by more
+        return difference <= self._least_tolerance() and (fine or not measures)
+
+    def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, difference: _Difference) -> bool:
+        """Say whether the whole differs from itself, so that parts that differ from it prove nothing."""
+        if draws is not None and draws.outside_torch:
+            return True
+        if isinstance(self.loss_fn, TwoPass) and not self._fits(difference(self, whole, whole, SAMPLES, 0)):
+            raise RuntimeError("the outputs of a TwoPass draw from a generator of their own, which two passes share")
+        return not self._fits(difference(self, whole, whole, SAMPLES, 1))
+
     def _difference(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
-        """Return the relative L2 difference of the gradients; NaN if that of the whole is not finite."""
+        """Return the relative L2 difference of the gradients; NaN if that of the whole is zero or not finite."""
         self._clear()
         self._begin(0, whole)
-        self._accumulate(whole, 1.0, whole, SAMPLES)
+        expected = self._accumulate(whole, whole, SAMPLES)
         norm, left = self._norm(), self.states.now()
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) or norm == 0:
             return math.nan
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = -parameter.grad
         self._begin(seed)
-        self._accumulate(parts, -1.0, whole, weighting)
-        found, tolerance = self.states.now(), self._least_tolerance()
-        self.uneven.extend(name for name in left if not same(left[name], found[name], tolerance=tolerance))
-        return _finite_or_inf(self._norm() / norm if norm else 0.0)
+        found, tolerance = self._accumulate(parts, whole, weighting), self._least_tolerance()
+        self._gap = abs(found - expected) / (abs(expected) or 1.0)
+        now = self.states.now()
+        self.uneven.extend(name for name in left if not same(left[name], now[name], tolerance=tolerance))
+        return _finite_or_inf(self._norm() / norm)
 
     def _difference_of_losses(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
         """Return that of the losses: if samples are coupled, they differ too, but for rare constructions."""
@@ -293,60 +341,57 @@ class SplitCheck:
             return 0.0  # one loss of all samples, whatever the parts
 
         def value(parts: _Parts, weighting: Weighting) -> float:
-            return float(self._weighted(parts, weighting, needs_graph=False).detach())
+            return math.fsum(float(loss.detach()) for loss in self._losses(parts, weighting, needs_graph=False))
 
         self._begin(0, whole)
         expected = without_graph(lambda: value(whole, SAMPLES))
         self._begin(seed)
         found = without_graph(lambda: value(parts, weighting))
+        self._gap = 0.0
         if not math.isfinite(expected):
             return math.nan
         return _finite_or_inf(abs(found - expected) / (abs(expected) or 1.0))
 
-    def _accumulate(self, parts: _Parts, sign: float, whole: _Parts, weighting: Weighting) -> None:
-        """Add the gradient of the mean over these parts to ``.grad``."""
+    def _accumulate(self, parts: _Parts, whole: _Parts, weighting: Weighting) -> float:
+        """Add the gradient of the mean over these parts to ``.grad``, part by part; return that mean."""
         if isinstance(self.loss_fn, TwoPass) and parts is not whole:
             run = TwoPassRun(
                 call=self._called,
-                backward=lambda loss, inputs: (sign * loss).backward(inputs=inputs),  # type: ignore[no-untyped-call]
+                backward=lambda loss, inputs: loss.backward(inputs=inputs),  # type: ignore[no-untyped-call]
                 keeper=lambda: BufferKeeper(dict(self.models)),
                 devices=self._devices(),
                 inputs=self._reached,
             )
-            run.accumulate(self.loss_fn, whole[0][0], parts)
-            return
-        loss = self._weighted(parts, weighting)
-        if loss.requires_grad:  # else nothing in these samples counts
-            (sign * loss).backward(inputs=self._reached())  # type: ignore[no-untyped-call]
+            return float(run.accumulate(self.loss_fn, whole[0][0], parts).total().detach())
+        losses = self._losses(parts, weighting)
+        for loss in losses:
+            if loss.requires_grad:  # else nothing in these samples counts
+                loss.backward(inputs=self._reached())  # type: ignore[no-untyped-call]
+        return math.fsum(float(loss.detach()) for loss in losses)
 
     def _reached(self) -> list[torch.Tensor]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
-    def _weighted(self, parts: _Parts, weighting: Weighting, *, needs_graph: bool = True) -> torch.Tensor:
-        """Return the loss over these parts, weighted by what is declared, else by `weighting`."""
+    def _losses(self, parts: _Parts, weighting: Weighting, *, needs_graph: bool = True) -> list[torch.Tensor]:
+        """Return the loss of each part, weighted by what is declared, else by `weighting`."""
         read, first = [], 0
         for part, samples in parts:
             with contextlib.nullcontext() if self._draws is None else self._draws.call(first, samples):
-                read.append(self._terms(part, samples, needs_graph=needs_graph)[0])
+                read.append(self._terms(part, samples, needs_graph=needs_graph))
             first += samples
+        if len(parts) == 1:
+            self._seen = read[0][0].declared or isinstance(self.loss_fn, TwoPass), read[0][1]
+        terms = [each for each, _ in read]
         weights = shares(weighting, parts) or (0.0,) * len(parts)
         rows = [[weight] for weight in weights]
-        if read[0].declared:
-            counts = [terms.read()[1] for terms in read]
+        if terms[0].declared:
+            counts = [each.read()[1] for each in terms]
             totals = [sum(column) for column in zip(*counts, strict=True)]
             rows = [[count / (total or 1.0) for count, total in zip(row, totals, strict=True)] for row in counts]
-        pairs = [pair for terms, row in zip(read, rows, strict=True) for pair in zip(terms.means, row, strict=True)]
-        return sum((mean * weight for mean, weight in pairs if weight), torch.zeros_like(pairs[0][0]))
-
-    def _declares_or_changes(self, whole: _Parts) -> tuple[bool, bool]:
-        """Return whether items are declared or do not matter, and whether the loss function changes its batch."""
-
-        def read() -> tuple[Terms, bool]:
-            self._begin(0)
-            return self._terms(*whole[0], needs_graph=False)
-
-        terms, changes = without_graph(read)
-        return terms.declared or isinstance(self.loss_fn, TwoPass), changes
+        return [
+            sum((m * w for m, w in zip(each.means, row, strict=True) if w), torch.zeros_like(each.means[0]))
+            for each, row in zip(terms, rows, strict=True)
+        ]
 
     def _terms(self, part: Any, samples: int, *, needs_graph: bool = True) -> tuple[Terms, bool]:
         """Return what the loss function says about a copy, and whether it has changed the copy."""
@@ -400,6 +445,8 @@ class SplitCheck:
     def _begin(self, seed: int, whole: _Parts | None = None) -> None:
         """Let an evaluation begin where every other does; if it is of the whole, note what is drawn."""
         self.states.put_back()
+        if self._buffers is not None:
+            self._buffers.put_back()
         seed_cpu(seed)
         if whole is not None and self._draws is not None:
             self._draws.start(sum(samples for _, samples in whole))
@@ -420,22 +467,40 @@ def _finite_or_inf(difference: float) -> float:
 
 
 @contextlib.contextmanager
-def _evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
-    modules = [module for model in models for module in model.modules()]
-    modes = [module.training for module in modules]
-    dropout = {module: module.dropout for module in modules if isinstance(module, nn.RNNBase)}
+def _modes(models: Iterable[nn.Module], of: Callable[[nn.Module], Iterable[nn.Module]]) -> Iterator[None]:
+    """Set what `of` returns of each model to evaluation; no recurrent layer drops anything, which is not repeated."""
+    models = list(models)
+    modes = {module: module.training for model in models for module in of(model)}
+    every = [module for model in models for module in model.modules()]
+    dropout = {module: module.dropout for module in every if isinstance(module, nn.RNNBase)}
     try:
-        for module in modules:
+        for module in modes:
             # cuDNN refuses the backward of a recurrent layer in evaluation: only its dropout goes.
             module.training = module in dropout
         for module in dropout:
             module.dropout = 0.0
         yield
     finally:
-        for module, mode in zip(modules, modes, strict=True):
+        for module, mode in modes.items():
             module.training = mode
         for module, rate in dropout.items():
             module.dropout = rate
+
+
+def mixing_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that take statistics over the samples of one forward pass, as the model is now."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        and module.training
+        and (isinstance(module, _BatchNorm) or module.track_running_stats)
+    ]
+
+
+def _plain_attention(devices: Sequence[torch.device]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the dropout of attention is drawn where it can be seen, not inside a kernel."""
+    return sdpa_kernel(SDPBackend.MATH) if devices else contextlib.nullcontext()
 
 
 def in_a_copy(run: Callable[[], Verdict]) -> Verdict:

@@ -13,12 +13,11 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from holdfast.core.errors import BatchError
@@ -29,7 +28,15 @@ from holdfast.core.policy.policy import Policy, SplitHazard
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.loss_functions import called_inside, description_of, returning_a_loss
-from holdfast.guard.splitting.split_check import TELLING, SplitCheck, Verdict, attempted, in_a_copy, merged
+from holdfast.guard.splitting.split_check import (
+    TELLING,
+    SplitCheck,
+    Verdict,
+    attempted,
+    in_a_copy,
+    merged,
+    mixing_layers,
+)
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings
 from holdfast.guard.splitting.window import Window, largest_of
 from holdfast.guard.state.buffers import BufferKeeper
@@ -171,6 +178,7 @@ class SplitSafety:
             run_events.Promises(
                 batch_size=size,
                 split=split,
+                split_promise=None if cannot or verdict is None else self._promise_of_split(known),
                 weighting=weighting,
                 split_check=None if verdict is None else verdict.facts(),
                 # None: not looked for, on an accelerator.
@@ -196,7 +204,10 @@ class SplitSafety:
 
     def smallest_part(self) -> int:
         """Return the fewest samples that one forward pass can take."""
-        return 2 if _mixing_layers(self.parts.models.values()) else 1
+        return 2 if self._mixing_layers() else 1
+
+    def _mixing_layers(self) -> list[nn.Module]:
+        return [layer for model in self.parts.models.values() for layer in mixing_layers(model)]
 
     def _of(self, loss_fn: LossFunction) -> _Known:
         if self._last[0]() is loss_fn:
@@ -238,7 +249,7 @@ class SplitSafety:
         """Return what a split would change, by the name under which a policy can allow it."""
         verdict = known.verdict
         found: dict[SplitHazard, str] = {}
-        norms = _mixing_layers(self.parts.models.values())  # as they are now: in evaluation one is no hazard
+        norms = self._mixing_layers()  # as they are now: in evaluation one is no hazard
         if norms:
             found["batch_norm"] = (
                 f"{len(norms)} {type(norms[0]).__name__} layer(s) in training mode take statistics over the samples "
@@ -268,8 +279,8 @@ class SplitSafety:
         if self._hazards(known):
             return "changes training"
         random = known.verdict is not None and known.verdict.outcome == "random"
-        if random and known.verdict is not None and known.verdict.shared_draws:
-            return "changes training"  # the same on average over draws, with less variance
+        if random and known.verdict is not None and known.verdict.draws in ("shared", "unknown"):
+            return "changes training"  # shared ones are the same on average over draws, with less variance
         dropout = any(
             module.training and _drops(module) for model in self.parts.models.values() for module in model.modules()
         )
@@ -277,8 +288,8 @@ class SplitSafety:
 
     def _refusal(self, hazard: str, why: str) -> BatchError:
         items = (
-            "return Loss(mean, items) if the mean is over something that the batch does not show; pass "
-            "TwoPass(outputs, loss) if the loss compares samples; else "
+            "return Loss(mean, items) if samples are independent and the mean is over something that the batch does "
+            "not show; pass TwoPass(outputs, loss) if the loss compares samples; else "
         ) * (hazard == "coupled_loss")
         return BatchError(
             f"micro_batch_size={self._policy.micro_batch_size}, and {why}",
@@ -312,13 +323,13 @@ class SplitSafety:
         if forks and known.verdict.outcome != "unknown":
             known.side_effects = known.verdict.side_effects
 
-    def _look_for_side_effects(self, known: _Known, work: Work) -> tuple[str, ...] | None:
+    def _look_for_side_effects(self, known: _Known, work: Work, *, logs_too: bool = False) -> tuple[str, ...] | None:
         """Return only what else a forward pass changes; None if that cannot be tried out."""
         check, size = self._split_check(known, work), work.size
         batch = work.batch if size is None else largest_of(work.batch, work.split)
-        found = in_a_copy(lambda: attempted(lambda: check.look(batch, size)))
+        found = in_a_copy(lambda: attempted(lambda: check.look(batch, size, logs_too=logs_too)))
         if found.outcome == "unknown" and size is not None:  # such as carried state of the size of the whole batch
-            found = in_a_copy(lambda: attempted(lambda: check.look(batch, None)))
+            found = in_a_copy(lambda: attempted(lambda: check.look(batch, None, logs_too=logs_too)))
         if found.called:
             raise called_inside(found.called)
         return None if found.outcome == "unknown" else found.side_effects
@@ -328,7 +339,7 @@ class SplitSafety:
         known = self._of(work.loss_fn)
         found = known.side_effects
         if not found and self._forks():  # it may have begun to change something since the first steps
-            now = self._look_for_side_effects(known, work)
+            now = self._look_for_side_effects(known, work, logs_too=True)
             found = found if now is None else now
         if found is None and self._forks():
             return ("unknown, since it could not be tried out",)
@@ -401,18 +412,6 @@ def _coupling(verdict: Verdict) -> str:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         tried += f"; nor is it a sum, or a mean over {', '.join(others[:3])}{more}"
     return f"the gradient over 4 samples {differs}{tried}"
-
-
-def _mixing_layers(models: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the layers that take statistics over the samples of one forward pass, as the models are now."""
-    return [
-        module
-        for model in models
-        for module in model.modules()
-        if isinstance(module, _NormBase)
-        and module.training
-        and (isinstance(module, _BatchNorm) or module.track_running_stats)
-    ]
 
 
 def _drops(module: nn.Module) -> bool:

@@ -60,6 +60,10 @@ class StateKeeper:
         """Return the names of all objects."""
         return [kept.name for kept in self._kept]
 
+    def objects(self) -> list[Any]:
+        """Return all objects."""
+        return [kept.stateful for kept in self._kept]
+
     def untouched(self) -> set[str]:
         """Return the names of the large objects that have not been seen to change."""
         return {kept.name for kept in self._kept if kept.untouched}
