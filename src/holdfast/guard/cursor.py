@@ -21,7 +21,10 @@ from holdfast.guard.parts import Stateful
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
 
-_EXACT = "bit-exact: order and augmentation depend on (seed, epoch, index) only"
+_EXACT = (
+    "bit-exact, if the dataset and collate_fn draw from the global generators of torch, numpy and random only: order "
+    "and augmentation depend on (seed, epoch, index) then"
+)
 _OWN = "what the loader's own state_dict keeps"
 _REPLAY = (
     "bit-exact if each batch is made when it is asked for; one that is made ahead, while a step runs, is made from "

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.prepared import run_prepared
+from tests.unit.guard.guarded import guarded
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -182,6 +183,19 @@ def test_a_step_is_made_without_its_bad_samples_exactly(tmp_path):
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, other)
     assert "samples_dropped" in kinds(guard)
+    guard.close()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_micro_batch_of_nan_is_left_out_only_where_samples_may_be(tmp_path, drops):
+    """Else the step is skipped, as that of a whole batch is."""
+    batch = positive_batches(1)[0]
+    batch[2] = math.nan
+    model = Logarithm()
+    guard = guarded(tmp_path, model, micro_batch_size=2, drop_nonfinite_samples=drops)
+    result = guard.step(batch, lambda x: model(x).square().mean())
+    assert result.skipped is not drops
+    assert ("micro_batch_dropped" in kinds(guard)) is drops
     guard.close()
 
 

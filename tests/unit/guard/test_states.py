@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +251,25 @@ def test_hidden_state_that_begins_to_change_later_lowers_the_promise_of_a_retry(
     assert first["promise"] == "bit-exact"
     assert second["promise"] == "changes training"
     assert "loss_fn: carried" in second["reason"]
+    guard.close()
+
+
+def test_a_counter_that_acts_later_lowers_the_promise_of_a_retry(tmp_path):
+    """As that of a penalty at every fourth call: the next loss is the same, and a later one is not."""
+    model, counter, short = nn.Linear(3, 1), SimpleNamespace(calls=0), Short()
+    guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        counter.calls += 1
+        short()
+        return model(x).square().mean() * (2 if counter.calls % 4 == 0 else 1)
+
+    for number in range(2):
+        short.times = int(number == 1)
+        guard.step(torch.randn(8, 3), loss)
+    retry = the_event(guard, "retry").data
+    assert retry["promise"] == "changes training"
+    assert "loss_fn: counter" in retry["reason"]
     guard.close()
 
 

@@ -255,7 +255,33 @@ def gathered(model: Model, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return errors(model, x)[kept].mean()
 
 
+def hardest(model: Model, x: torch.Tensor, person: torch.Tensor) -> torch.Tensor:
+    """Return a triplet loss of the farthest of a person and the nearest of others; without others it is 0."""
+    out, alike = model(x).flatten(1), person[:, None] == person
+    distance = (out[:, None] - out).square().sum(dim=-1)
+    return F.relu((distance * alike).amax(1) - distance.masked_fill(alike, 1e9).amin(1) + 1).mean()
+
+
+def of_two_domains(model: Model, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a mean, and the distance of the means of two domains where there are both."""
+    found = errors(model, x).mean()
+    if target.all() or not target.any():
+        return found
+    out = model(x).flatten(1)
+    return found + (out[target].mean(0) - out[~target].mean(0)).square().sum()
+
+
+def clamped(model: Model) -> Any:
+    model.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return lambda b: errors(model, b[0]).mean()
+
+
 NOT_SPLIT = {
+    "coupled in training alone": lambda m: lambda b: errors(m, b[0]).mean() ** (2 if m.training else 1),
+    "hardest triplets of persons in a row": lambda m: lambda b: hardest(m, b[0], b[2] // 5),
+    "two domains, one after the other": lambda m: lambda b: of_two_domains(m, b[0], b[2] >= 5),
+    "a small sum": lambda m: lambda b: errors(m, b[0]).mean() + 1e-4 * errors(m, b[0]).sum(),
+    "a hook that clamps": clamped,
     "mean and sum": lambda m: lambda b: both(m, b[0]),
     "noise, then a root": lambda m: lambda b: noisy(m, b[0]).mean().sqrt(),
     "contrast of two dropouts": lambda m: lambda b: contrast(m, b[0]),
@@ -269,8 +295,8 @@ NOT_SPLIT = {
 
 @pytest.mark.parametrize("forks", [True, False])
 @pytest.mark.parametrize("case", NOT_SPLIT)
-def test_a_random_loss_whose_parts_do_not_make_up_the_whole_is_refused(tmp_path, monkeypatch, case, forks):
-    """Or whose numbers cannot be given to parts, so that it could not be tried."""
+def test_a_loss_whose_parts_do_not_make_up_the_whole_is_refused(tmp_path, monkeypatch, case, forks):
+    """Or whose random numbers cannot be given to parts, so that it could not be tried."""
     if not forks:
         monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
     with pytest.raises(holdfast.BatchError) as refused:
@@ -307,6 +333,31 @@ def test_a_random_loss_is_tried_with_the_same_numbers_in_parts_and_whole(tmp_pat
     assert said["weighting"] == "samples"
 
 
+def test_a_model_that_returns_other_things_in_evaluation_is_split(tmp_path):
+    """Nothing is tried in evaluation that can be tried in training."""
+
+    def make_loss(model):
+        return lambda batch: (errors(model, batch[0]) if model.training else None).mean()
+
+    _, _, said = step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
+    assert (said["split_check"]["outcome"], said["split_promise"]) == ("exact", "equal up to rounding")
+
+
+def test_two_passes_that_draw_from_a_generator_of_their_own_are_refused(tmp_path):
+    """The second pass would see other noise than the first."""
+
+    def make_loss(model):
+        own = torch.Generator()
+
+        def outputs(batch):
+            return model(batch[0]) + torch.randn(len(batch[0]), 6, 3, generator=own, dtype=X.dtype)
+
+        return holdfast.TwoPass(outputs, lambda out, batch: out.mean(0).square().sum().sqrt())
+
+    with pytest.raises(holdfast.BatchError, match="a generator of their own"):
+        step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
+
+
 def test_rows_of_numpy_are_split_if_items_are_declared(tmp_path):
     """What could not be tried is then what the caller says."""
 
@@ -318,4 +369,4 @@ def test_rows_of_numpy_are_split_if_items_are_declared(tmp_path):
         return loss
 
     _, _, said = step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
-    assert said["split_check"]["outcome"] == "random"
+    assert (said["split_check"]["outcome"], said["split_promise"]) == ("random", "changes training")

@@ -199,7 +199,7 @@ class SplitCheck:
 
     def _of_one_label(self, window: Any, weightings: Sequence[Weighting]) -> list[Verdict]:
         """Compare these samples as if they had one label: of many classes, no two of 4 samples share theirs."""
-        samples, equal = batch_size(window, self.split), []
+        samples, before, equal = batch_size(window, self.split), len(self.uneven), []
 
         def relabelled(leaf: Any) -> Any:
             labels = (
@@ -215,11 +215,13 @@ class SplitCheck:
         alike = pytree.tree_map(relabelled, window)
         with contextlib.suppress(Exception):  # they may be lengths, or rows of a table, and fit nothing else
             found = self._compare(alike, weightings, SplitCheck._difference) if equal else None
-            if found is not None and found.outcome == "coupled" and not found.why:
+            rows = len(self.uneven) > before  # of a state, which they write
+            if found is not None and found.outcome == "coupled" and not found.why and not rows:
                 why = (
-                    f"the gradient over 4 samples of one label differs from that over 3 + 1 by {found.difference:.1%}"
+                    f"the gradient over 4 samples of one label differs by {found.difference:.1%} from that over 3 + 1"
                 )
                 return [replace(found, why=why)]
+        del self.uneven[before:]
         self._clear()
         return []
 

@@ -58,6 +58,7 @@ class Attempts:
         self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
         self.safety = SplitSafety(parts, policy, self.buffers, record)
         self._passes = Passes(self.safety, self.loss_scale, parts.device_type(), policy.precision)
+        self._drops = policy.drop_nonfinite_samples
         wanted = policy.recompute
         self._modules = parts_of(parts.models) if wanted is True else dict(find_blocks(parts.models, wanted or ()))
         self._must_recompute = isinstance(wanted, tuple)
@@ -221,7 +222,13 @@ class Attempts:
             return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
         pieces = self._cut(work.batch, work.size, work.split, plan)
         return self._passes.parted(
-            pieces, work.size, work.loss_fn, work.parameters, work.inputs, batch=work.batch, drops=drops
+            pieces,
+            work.size,
+            work.loss_fn,
+            work.parameters,
+            work.inputs,
+            batch=work.batch,
+            drops=drops and self._drops,
         )
 
     def _cut(self, batch: Any, size: int, split: Split, plan: Plan) -> list[tuple[Any, int]]:
