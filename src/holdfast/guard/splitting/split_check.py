@@ -49,8 +49,8 @@ TELLING = 0.01  # weights that differ by less make gradients that differ by less
 _MOST_WINDOWS = 4
 _LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
 _NOT_REPEATABLE = (
-    "the loss draws random numbers that do not belong to one sample each, or not by torch's functions: whether its "
-    "parts make up the whole cannot be tried"
+    "called again, the loss gives another gradient: it carries state, or its random numbers cannot be given to parts "
+    "(a permutation, numpy's), so that it cannot be tried whether these make up the whole"
 )
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 # Each sample's own; for all samples together, which each part then draws anew; or they could not be given to parts.
@@ -146,8 +146,8 @@ class SplitCheck:
         """Compare samples from the beginning and the end of a batch, and more where candidates disagree."""
         self.states.keep()
         windows = [w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1]
-        if not callable(self.split) and size > _SAMPLES:  # what the two halves of a batch are may differ
-            windows[1:] = [*windows[1:-1], select(batch, size, [0, 1, size - 2, size - 1], self.split)]
+        if not callable(self.split) and size > _SAMPLES:  # what is far apart in a batch may differ
+            windows[1:] = [*windows[1:-1], select(batch, size, [0, 1, size // 2, size - 1], self.split)]
         changed_buffer = self._find_changed_buffer(windows[0])
         side_effects = self._side_effects(windows[0]) if self.in_a_copy else ()
         weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
