@@ -153,10 +153,10 @@ def policy_table() -> str:
 
 def presets_table() -> str:
     """Return a table of the presets' settings, each with its source."""
-    from holdfast.core.policy.presets import PRESETS
+    from holdfast.core.policy.presets import presets
 
     lines = ["| preset | field | value | source |", "|---|---|---|---|"]
-    for preset in PRESETS.values():
+    for preset in presets().values():
         for number, (name, setting) in enumerate(preset.settings.items()):
             shown = f"`{preset.name}`" if number == 0 else ""
             lines.append(f"| {shown} | `{name}` | `{setting.value!r}` | {_cell(setting.source)} |")

@@ -13,8 +13,8 @@ from holdfast.loader.order.orders import (
     Order,
     Sequential,
     Shuffled,
+    permuted,
 )
-from holdfast.loader.order.permutation import permuted
 from holdfast.loader.order.ranks import rank_positions, steps_left
 from holdfast.loader.seeds import derive_seed
 

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from holdfast.cli.output import Json, console, failing_clearly, print_json
-from holdfast.core.policy.presets import PRESETS, Preset, find_preset
+from holdfast.core.policy.presets import Preset, find_preset, presets
 
 
 def run(
@@ -18,7 +18,7 @@ def run(
 ) -> None:
     """List the presets with the source of each figure, or print one as YAML for a policy file."""
     with failing_clearly(as_json=as_json):
-        found = list(PRESETS.values()) if name is None else [find_preset(name)]
+        found = list(presets().values()) if name is None else [find_preset(name)]
     if as_json:
         print_json([_describe(preset) for preset in found] if name is None else _describe(found[0]))
     elif name is None:

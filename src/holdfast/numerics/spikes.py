@@ -1,4 +1,4 @@
-"""Spikes and divergence, seen in losses and gradient norms; plain arithmetic on Python floats, no torch.
+"""Spikes, divergence and NaN in losses and gradient norms, and what to do about them; arithmetic on floats, no torch.
 
 A `SpikeDetector` measures how far a value stands above the usual ones, in units of their own upward scatter:
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -375,3 +375,33 @@ class _Track:
 _USUALS = ("loss", "norm", "best")
 _LISTS = ("kept", "held", "spikes", "held_spikes")
 _BOUNDS = ("soft", "loss_far", "norm_far", "short_odd", "odd", "raised", "gone")  # they follow from the rest
+
+
+# --- NaN and Inf ------------------------------------------------------------------------------------------
+
+
+def decide_after_nonfinite(
+    *, reason: str, in_a_row: int, patience: int | None, rollbacks_in_a_row: int, max_rollbacks: int
+) -> Decision:
+    """Return the decision about a non-finite step.
+
+    So many as `patience` in a row, this one included, lead to a rollback (None: never), and the run stops after
+    `max_rollbacks` in a row that did not get beyond the place where they came from.
+    """
+    if patience is None or in_a_row < patience:
+        return SkipStep(reason=reason, promise="changes training")
+    if rollbacks_in_a_row < max_rollbacks:
+        return RollBack(
+            reason=reason if patience == 1 else f"{in_a_row} non-finite steps in a row: {reason}",
+            promise="changes training",
+            rewind_data=False,
+        )
+    return Stop(reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}", promise="changes training")
+
+
+def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
+    """Return one line that names the loss and the first parameters with bad gradients."""
+    if not culprits:
+        return f"non-finite loss ({loss:g})"
+    more = f" and {count - len(culprits)} more parameter(s)" if count > len(culprits) else ""
+    return f"non-finite gradient (loss {loss:g}) in {', '.join(culprits)}{more}"

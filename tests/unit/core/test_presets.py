@@ -8,17 +8,17 @@ import pytest
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.policy.policy import Policy
-from holdfast.core.policy.presets import PRESETS, find_preset
+from holdfast.core.policy.presets import find_preset, presets
 
 
 def test_every_preset_is_a_policy_and_names_its_sources() -> None:
     """The values of a preset pass every check, and clip as published recipes do; each figure has its source."""
-    limits = {name: Policy.preset(name).max_grad_norm for name in PRESETS}
+    limits = {name: Policy.preset(name).max_grad_norm for name in presets()}
     assert limits == {
         "asr": 5.0, "speaker": 5.0, "tts": 1.0, "separation": 5.0, "language_model": 1.0, "gan": None,
         "classification": None,
     }  # fmt: skip
-    for name, preset in PRESETS.items():
+    for name, preset in presets().items():
         assert find_preset(name) is preset
         assert Policy.preset(name) == Policy(**preset.values())
         assert preset.about

@@ -14,8 +14,8 @@ import pytest
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.run_files import ProcessInfo, write_process
 from holdfast.supervise.launch.commands import find_launcher, make_environment
-from holdfast.supervise.launch.kernel import count_oom_kills
 from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
+from holdfast.supervise.launch.supervisor import count_oom_kills
 from holdfast.supervise.process_tree import MARK_VARIABLE, Tree, kill_all
 
 

@@ -6,8 +6,11 @@ decides is in here. What a field means is said in ``policy``.
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, NamedTuple
 
 from holdfast.core.errors import PolicyError, did_you_mean
@@ -33,46 +36,14 @@ class Preset:
         return {field: setting.value for field, setting in self.settings.items()}
 
 
-_SPEECHBRAIN = "SpeechBrain, run_opts of Brain: max_grad_norm defaults to 5.0, and its {} recipes keep it"
-_TTS = (
-    "SpeechBrain, recipes/LJSpeech/TTS: --max_grad_norm=1.0 for Tacotron 2 in README.md, "
-    "max_grad_norm: 1.0 in fastspeech2/hparams/train.yaml"
-)
-_SEPARATION = (
-    "SpeechBrain, recipes/WSJ0Mix/separation/hparams/sepformer.yaml: clip_grad_norm: 5; "
-    "a negative value turns it off there, which is null here"
-)
-_GPT = "GPT-3 (arXiv 2005.14165, appendix B): global norm clipped at 1.0; nanoGPT: grad_clip 1.0"
-_DCGAN = "DCGAN (arXiv 1511.06434; pytorch/examples): no clipping"
-_TORCHVISION = "torchvision, references/classification/train.py: --clip-grad-norm is None"
-
-_ALL: dict[str, tuple[str, dict[str, Setting]]] = {
-    "asr": ("speech recognition", {"max_grad_norm": Setting(5.0, _SPEECHBRAIN.format("ASR"))}),
-    "speaker": (
-        "speaker recognition and verification",
-        {"max_grad_norm": Setting(5.0, _SPEECHBRAIN.format("VoxCeleb SpeakerRec"))},
-    ),
-    "tts": (
-        "text to speech with an acoustic model: Tacotron 2, FastSpeech 2",
-        {"max_grad_norm": Setting(1.0, _TTS)},
-    ),
-    "separation": ("speech separation, such as SepFormer", {"max_grad_norm": Setting(5.0, _SEPARATION)}),
-    "language_model": ("language models of the GPT kind", {"max_grad_norm": Setting(1.0, _GPT)}),
-    "gan": (
-        "adversarial training: the level of a loss means nothing",
-        {
-            "objective": Setting("adversarial", "each loss is measured against the other player"),
-            "spike_action": Setting(
-                "warn", "a player that wins raises the other's loss: that is no reason to go back"
-            ),
-            "max_grad_norm": Setting(None, _DCGAN),
-        },
-    ),
-    "classification": ("image classification with SGD", {"max_grad_norm": Setting(None, _TORCHVISION)}),
-}
-PRESETS: Mapping[str, Preset] = {
-    name: Preset(name=name, about=about, settings=settings) for name, (about, settings) in _ALL.items()
-}
+@functools.cache
+def presets() -> Mapping[str, Preset]:
+    """Return all presets by name, from ``presets.json``: ``name: [about, {field: [value, source]}]``."""
+    found = json.loads(resources.files(__package__).joinpath("presets.json").read_text(encoding="utf-8"))
+    return {
+        name: Preset(name=name, about=about, settings={field: Setting(*each) for field, each in settings.items()})
+        for name, (about, settings) in found.items()
+    }
 
 
 def find_preset(name: object) -> Preset:
@@ -81,12 +52,12 @@ def find_preset(name: object) -> Preset:
     Raises:
         PolicyError: H110, naming the nearest one.
     """
-    found = PRESETS.get(name) if isinstance(name, str) else None
+    found = presets().get(name) if isinstance(name, str) else None
     if found is None:
         raise PolicyError(
             f"{name!r} is not a preset",
-            limit=f"the presets are {', '.join(PRESETS)}",
-            fix=did_you_mean(name, PRESETS, otherwise="take one of these."),
+            limit=f"the presets are {', '.join(presets())}",
+            fix=did_you_mean(name, presets(), otherwise="take one of these."),
             rule="H110",
         )
     return found

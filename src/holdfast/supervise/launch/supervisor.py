@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -12,6 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.core.control_groups import fields_of, group_folders
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import HoldfastError
 from holdfast.core.events import process_events
@@ -23,7 +25,6 @@ from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
 from holdfast.supervise.launch.attempt import Attempt, End
 from holdfast.supervise.launch.commands import Sentinel, find_launcher, make_environment, start
-from holdfast.supervise.launch.kernel import become_subreaper, count_oom_kills
 from holdfast.supervise.launch.output import Copier, OutputLog, Streams, open_missing_streams
 from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart
 from holdfast.supervise.launch.run_folder import RunFolder
@@ -274,3 +275,22 @@ def _no_verdict(why: str) -> Verdict:
         fix="Read the end of output.log in the run directory.", confidence=0.0,
         missing=(f"the judgement failed with {why}",),
     )  # fmt: skip
+
+
+# --- what a kernel, a container or a user without the right denies, without an error --------------------
+
+
+def become_subreaper() -> None:
+    """Let every orphaned descendant become a child of this process, so that none is lost."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+
+
+def count_oom_kills(root: Path = Path("/")) -> int | None:
+    """Return how many processes of our own control group the kernel has killed for memory; None if it does not say.
+
+    Only the innermost group that counts is read: those above it count the kills of other jobs too.
+    """
+    names = ("memory.events", "memory.oom_control")  # versions 2 and 1
+    counts = (fields_of(each / name).get("oom_kill") for each in group_folders(root, "memory") for name in names)
+    return next((count for count in counts if count is not None), None)
