@@ -392,10 +392,12 @@ def test_the_epoch_after_a_hopeless_one_starts_anew(tmp_path: Path) -> None:
         return torch.utils.data.default_collate(samples)
 
     loader = _loader(list(range(8)), collate_fn=collate, num_workers=1, timeout=0.3, persistent_workers=True)
-    loader._record = lambda data: None
+    kinds: list[str] = []
+    loader._record = lambda data: kinds.append(data.kind)
     with pytest.raises(LoaderError, match="stuck at batch 0") as caught:
         list(loader)
     assert caught.value.rule == "H614"
+    assert kinds.count("loader_healed") == 1
     blocked.unlink()
     assert len(list(loader)) == 2
     loader.close()

@@ -12,7 +12,7 @@ import torch
 from recipes.asr.corpus import CorpusError
 from recipes.asr.speech import Plan, make_corpus
 from recipes.separation import train
-from recipes.separation.data import CutMixtures, MixedOnTheFly
+from recipes.separation.data import CutMixtures
 from recipes.separation.mixtures import Mixture, make_mixtures, mixed, read_mixtures, read_speakers
 from recipes.separation.model import ConvTasNet
 from recipes.separation.si_snr import best_order, separation_loss, si_snr
@@ -99,19 +99,6 @@ def test_a_mixture_is_the_sum_of_its_sources_at_the_level_that_was_drawn():
     powers = (sources.astype(np.float64) ** 2).mean(1)
     assert 10 * np.log10(powers[0] / powers[1]) == pytest.approx(4.0, abs=1e-3)
     assert np.abs(mixture).max() <= 0.9 + 1e-6
-
-
-def test_mixing_on_the_fly_follows_from_the_seed_of_a_sample(speakers):
-    """Equal random numbers make equal mixtures, others make others, and the two speakers always differ."""
-    data = MixedOnTheFly(read_speakers(speakers), sample_rate=RATE, samples=4000)
-    found = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        found.append(data[0])
-    assert torch.equal(found[0][0], found[1][0])
-    assert not torch.equal(found[0][0], found[2][0])
-    assert found[0][0].shape == (4000,)
-    assert found[0][1].shape == (2, 4000)
 
 
 def test_three_layouts_hold_the_same_mixtures(mixtures, tmp_path):
