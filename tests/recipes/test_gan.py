@@ -64,20 +64,6 @@ def guard_of(run_dir: Any, players: Players, **policy: Any) -> holdfast.Guard:
     )
 
 
-def options_of(run_dir: Path, data_dir: Path, **others: Any) -> GanOptions:
-    return GanOptions(run_dir=run_dir, data_dir=data_dir, width=4, latent=8, batch_size=16, max_steps=24, **others)
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory) -> Path:
-    """Return a folder with MNIST's files, of random images: 40 of 8 x 8 to train on, 20 of the same to test with."""
-    root, chance = tmp_path_factory.mktemp("digits"), np.random.default_rng(0)
-    for name, count in (("train", 40), ("t10k", 20)):
-        write_idx(root / f"{name}-images-idx3-ubyte.gz", chance.integers(0, 256, (count, 8, 8)))
-        write_idx(root / f"{name}-labels-idx1-ubyte.gz", np.arange(count) % 3)
-    return root
-
-
 # --- the players ----------------------------------------------------------------------------------------------
 
 

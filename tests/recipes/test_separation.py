@@ -170,6 +170,6 @@ def test_recordings_of_another_sample_rate_end_before_there_is_a_run(option, mix
 def test_it_learns_to_separate_voices_that_it_never_heard(tmp_path):
     """In 220 small steps mixtures of voices that were not trained on come apart by more than 2 dB."""
     options = ("--speakers", 12, "--sentences", 6, "--filters", 32, "--bottleneck", 24, "--hidden", 48, "--blocks", 5)
-    options += ("--seconds", 0.6, "--batch-size", 6, "--learning-rate", 6e-3)
+    options += ("--seconds", 0.4, "--batch-size", 4, "--learning-rate", 6e-3)
     result = run(tmp_path / "run", *options, "--max-steps", 220, "--eval-interval-steps", 220)
     assert result["figures"]["si_snr_improvement_db"] > 2.0

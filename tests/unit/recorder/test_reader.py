@@ -10,9 +10,7 @@ from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART, PART_BYTES, STEP, STEPS_FILE, BlackBox
 from holdfast.recorder.reader import read_events, read_ring, read_steps
-from holdfast.recorder.ring import RingWriter, slot_struct
-
-_EVENT_SLOT_BYTES = slot_struct(PART.size + PART_BYTES).size
+from holdfast.recorder.ring import RingWriter
 
 
 def _record(directory: Path, *sizes: int) -> list[Event]:
