@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.prepared import Prepared
 from tests.unit.report.made_runs import make_run
 
 pytestmark = pytest.mark.slow
-CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()"]
+CLI = ["-c", "from holdfast.cli.main import main; main()"]
 
 
 def into_a_closed_pipe(command: list[str], *, errors_too: bool = False) -> tuple[int, str]:
     reading, writing = os.pipe()
     os.close(reading)
     errors = writing if errors_too else subprocess.PIPE
-    ended = subprocess.run([*CLI, *command], stdout=writing, stderr=errors, text=True, check=False, timeout=120)
-    os.close(writing)
-    return ended.returncode, ended.stderr or ""
+    with Prepared([*CLI, *command], stdout=writing, stderr=errors, text=True) as ended:
+        os.close(writing)
+        said = ended.communicate(timeout=120)[1]
+    return ended.returncode, said or ""
 
 
 @pytest.mark.parametrize(

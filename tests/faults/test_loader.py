@@ -140,14 +140,10 @@ def _raise() -> None:
     raise ValueError("corrupt")
 
 
-def _bus_error() -> None:
-    os.kill(os.getpid(), signal.SIGBUS)
-
-
 _STAYING: dict[str, Callable[[], Any]] = {
     "raises": _raise,
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGBUS": _bus_error,
+    "SIGBUS": lambda: os.kill(os.getpid(), signal.SIGBUS),
     "exits": lambda: os._exit(0),
     "hangs": lambda: time.sleep(1e6),
 }
@@ -392,10 +388,12 @@ def test_the_epoch_after_a_hopeless_one_starts_anew(tmp_path: Path) -> None:
         return torch.utils.data.default_collate(samples)
 
     loader = _loader(list(range(8)), collate_fn=collate, num_workers=1, timeout=0.3, persistent_workers=True)
-    loader._record = lambda data: None
+    kinds: list[str] = []
+    loader._record = lambda data: kinds.append(data.kind)
     with pytest.raises(LoaderError, match="stuck at batch 0") as caught:
         list(loader)
     assert caught.value.rule == "H614"
+    assert kinds.count("loader_healed") == 1
     blocked.unlink()
     assert len(list(loader)) == 2
     loader.close()
@@ -588,7 +586,7 @@ def test_resume_at_every_batch_with_other_workers_and_batch_sizes(workers: int) 
         stopped = _loader(dataset, num_workers=workers)
         batches = iter(stopped)
         found = _bits(list(itertools.islice(batches, cut)))
-        resumed = _loader(dataset, num_workers=new_workers, batch_size=new_size)
+        resumed = _loader(dataset, num_workers=new_workers, batch_size=new_size, worker_init_fn=torch.manual_seed)
         resumed.load_state_dict(stopped.state_dict())
         batches.close()  # type: ignore[attr-defined] # it is a generator
         if cut < 6:

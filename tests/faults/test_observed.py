@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.prepared import run_prepared
+from tests.prepared import FRAMEWORKS, run_prepared
 
 from holdfast.core.events.event import Event
 from holdfast.recorder.progress import Phase, Standing, StepSample, read_board, read_samples
@@ -70,7 +70,8 @@ def train(tmp_path: Path) -> Train:
         place = tmp_path / ("observed" if observed else "plain")
         place.mkdir()
         if not observed:
-            ended = run_prepared([program, *arguments], cwd=place, timeout=_SECONDS)
+            loaded = {"loaded": FRAMEWORKS} if program == PEERS else {}
+            ended = run_prepared([program, *arguments], cwd=place, timeout=_SECONDS, **loaded)
             return Ended(ended.stdout + ended.stderr, ended.returncode, None)
         ended = subprocess.run(
             [sys.executable, str(program), *arguments], cwd=place,
@@ -112,7 +113,6 @@ def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
 @pytest.mark.parametrize(
     ("shape", "workers", "steps", "micro_steps"),
     [
-        ("plain", "0", 6, [1] * 6),
         ("plain", "2", 6, [1] * 6),
         ("gan", "0", 12, [1] * 12),
         ("together", "0", 6, [1] * 6),
@@ -126,7 +126,10 @@ def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
 def test_nothing_of_a_training_changes(
     train: Train, shape: str, workers: str, steps: int, micro_steps: list[int] | None
 ) -> None:
-    """Every loss is the same bit by bit, whatever the loop looks like, and its steps are counted as it makes them."""
+    """Every loss is the same bit by bit, whatever the loop looks like, and its steps are counted as it makes them.
+
+    Workers of a loader are known as such, and none of them writes into what is their parent's.
+    """
     plain = train(shape, "6", workers, observed=False)
     observed = train(shape, "6", workers)
     assert (plain.status, observed.status) == (0, 0), observed.output
@@ -134,6 +137,14 @@ def test_nothing_of_a_training_changes(
     assert observed.standing().step == steps
     if steps and micro_steps is not None:
         assert [sample.micro_steps for sample in observed.samples()] == micro_steps
+    found = observed.processes("loader worker")
+    assert (len(found) >= 2) is (workers == "2")
+    assert {info.ppid for _, info in found} <= {info.pid for _, info in observed.processes()}
+    for folder, info in found:
+        board = read_board(folder / BOARD_FILE)
+        assert board is not None
+        assert (board.pid, board.step) == (info.pid, 0)
+        assert not (folder / SAMPLES_FILE).exists()
     if shape == "accumulation":
         assert [sample.loss for sample in observed.samples()] == printed(observed.output)[3::4]
     if shape == "no_optimizer":
@@ -161,22 +172,6 @@ def test_two_ranks_under_torchrun_with_fsdp2(tmp_path: Path) -> None:
         assert [sample.grad_norm for sample in samples] == printed(ended.stdout, 1)
     own = [[sample.loss for sample in read_samples(folder / SAMPLES_FILE)] for folder, _ in trainers]
     assert printed(ended.stdout) in own
-
-
-@pytest.mark.slow
-def test_workers_have_folders_of_their_own(train: Train) -> None:
-    """Workers of a loader are known as such, and none of them writes into what is their parent's."""
-    ended = train("plain", "3", "2")
-    ((_, trainer),) = ended.processes()
-    workers = ended.processes("loader worker")
-    assert len(workers) >= 2
-    assert {info.ppid for _, info in workers} == {trainer.pid}
-    for folder, info in workers:
-        board = read_board(folder / BOARD_FILE)
-        assert board is not None
-        assert (board.pid, board.step) == (info.pid, 0)
-        assert not (folder / SAMPLES_FILE).exists()
-    assert [sample.step for sample in ended.samples()] == [1, 2, 3]
 
 
 @pytest.mark.slow

@@ -51,12 +51,11 @@ def make_pegasus() -> Any:
 def make_trainer(
     kind: type, folder: Path, model: Any, data: Sequence[Mapping[str, torch.Tensor]], **settings: Any
 ) -> Any:
-    """Return a Trainer of 6 steps in samples' own order; ``holdfast_*`` and callbacks go to it."""
+    """Return a Trainer of 6 steps in samples' own order; ``holdfast_*``, callbacks and collator go to it."""
     from transformers import TrainingArguments
 
-    own = {
-        name: settings.pop(name) for name in list(settings) if name.startswith(("holdfast_", "callbacks", "eval_d"))
-    }
+    own_names = ("holdfast_", "callbacks", "eval_d", "data_c")
+    own = {name: settings.pop(name) for name in list(settings) if name.startswith(own_names)}
     usual: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "max_steps": 6,

@@ -36,6 +36,13 @@ def guarded() -> Any:
     return HoldfastTrainer
 
 
+def trained(kind: type, folder: Path, model: Any = None, data: Any = None, **settings: Any) -> Any:
+    """Return a trainer that has trained, a small GPT-2 unless told otherwise."""
+    trainer = make_trainer(kind, folder, make_gpt2() if model is None else model, data or samples(), **settings)
+    trainer.train()
+    return trainer
+
+
 class Failing(torch.nn.Module):
     """Runs out of memory, as torch says it, in some calls that are given too many samples."""
 
@@ -64,8 +71,10 @@ def on_cpu(kind: type, *, init_scale: float = 2.0**7) -> type:
     return OnCpu
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp16 that Accelerate leaves off on a CPU"])
-@pytest.mark.parametrize("windows", [1, 3])
+@pytest.mark.parametrize(
+    ("windows", "precision"),
+    [(1, "fp32"), (3, "fp32"), (3, "bf16"), (1, "fp16"), (3, "fp16"), (1, "fp16, left off")],
+)
 def test_training_is_bit_identical_to_the_plain_trainer(tmp_path: Path, windows: int, precision: str) -> None:
     """With dropout, weight decay, clipping and a schedule, weights and logs are those of the Trainer alone."""
     settings: dict[str, Any] = {"gradient_accumulation_steps": windows, precision[:4]: precision != "fp32"}
@@ -85,11 +94,9 @@ def test_training_is_bit_identical_to_the_plain_trainer(tmp_path: Path, windows:
 def test_out_of_memory_keeps_the_batch_and_the_schedule(tmp_path: Path) -> None:
     """A batch that does not fit is cut inside its step, token-exact, and training ends as undisturbed."""
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "holdfast_policy": {"recompute": False}}
-    calm = make_trainer(guarded(), tmp_path / "a", make_gpt2(dropout=0.0), samples(), **settings)
-    calm.train()
+    calm = trained(guarded(), tmp_path / "a", make_gpt2(dropout=0.0), **settings)
     model = Failing(make_gpt2(dropout=0.0), most=2, calls=range(5, 40))
-    struck = make_trainer(guarded(), tmp_path / "b", model, samples(), **settings)
-    struck.train()
+    struck = trained(guarded(), tmp_path / "b", model, **settings)
     assert distance(calm.model, model.inner) < 1e-5
     assert struck.state.global_step == 6
     assert logged(struck, "out_of_memory")[-1] >= 2
@@ -97,34 +104,26 @@ def test_out_of_memory_keeps_the_batch_and_the_schedule(tmp_path: Path) -> None:
     assert logged(struck, "loss") == pytest.approx(logged(calm, "loss"), rel=1e-4)
 
 
-@pytest.mark.parametrize("forks", [True, False])
 def test_accumulation_is_token_exact_also_where_the_model_ignores_the_items(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ragged batches of Pegasus train as one large batch does; the plain Trainer's loss is twice too large.
 
     On an accelerator, and on the CPU of a machine that has one, no fork can try out what the mean is over.
     """
-    if not forks:
-        monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
-    large = make_trainer(
-        transformers.Trainer, tmp_path / "a", make_pegasus(), samples(), per_device_train_batch_size=8
-    )
-    large.train()
-    exact = make_trainer(guarded(), tmp_path / "b", make_pegasus(), samples(), gradient_accumulation_steps=2)
-    exact.train()
-    assert distance(large.model, exact.model) < 1e-5
-    assert logged(exact, "loss") == pytest.approx(logged(large, "loss"), rel=1e-4)
-    plain = make_trainer(
-        transformers.Trainer, tmp_path / "c", make_pegasus(), samples(), gradient_accumulation_steps=2
-    )
-    plain.train()
+    large = trained(transformers.Trainer, tmp_path / "large", make_pegasus(), per_device_train_batch_size=8)
+    plain = trained(transformers.Trainer, tmp_path / "plain", make_pegasus(), gradient_accumulation_steps=2)
     assert logged(plain, "loss")[0] == pytest.approx(2 * logged(large, "loss")[0], rel=0.05)
-    model = Failing(make_pegasus(), most=1, calls=range(3, 60))  # parts count by their tokens too
-    policy = {"recompute": False}
-    made = {"gradient_accumulation_steps": 2, "holdfast_policy": policy}
-    make_trainer(guarded(), tmp_path / "d", model, samples(), **made).train()
-    assert distance(large.model, model.inner) < 1e-5
+    for forks in (True, False):
+        if not forks:
+            monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
+        exact = trained(guarded(), tmp_path / f"exact {forks}", make_pegasus(), gradient_accumulation_steps=2)
+        assert distance(large.model, exact.model) < 1e-5
+        assert logged(exact, "loss") == pytest.approx(logged(large, "loss"), rel=1e-4)
+        model = Failing(make_pegasus(), most=1, calls=range(3, 60))  # parts count by their tokens too
+        settings = {"gradient_accumulation_steps": 2, "holdfast_policy": {"recompute": False}}
+        trained(guarded(), tmp_path / f"cut {forks}", model, **settings)
+        assert distance(large.model, model.inner) < 1e-5
 
 
 class Poisoned(torch.nn.Module):
@@ -151,10 +150,8 @@ def with_poison(at: int) -> list[dict[str, torch.Tensor]]:
 def test_a_nan_is_skipped_and_stays_in_the_log(tmp_path: Path) -> None:
     """A step with NaN moves neither weights nor schedule, is logged as NaN, and training ends as without it."""
     settings: dict[str, Any] = {"lr_scheduler_type": "constant"}
-    calm = make_trainer(
-        guarded(), tmp_path / "a", Poisoned(make_gpt2()), samples()[:8] + samples()[12:], max_steps=5, **settings
-    )
-    calm.train()
+    data = samples()[:8] + samples()[12:]
+    calm = trained(guarded(), tmp_path / "a", Poisoned(make_gpt2()), data, max_steps=5, **settings)
     hurt = make_trainer(guarded(), tmp_path / "b", Poisoned(make_gpt2()), with_poison(9), **settings)
     done = hurt.train()
     assert digest(calm.model) == digest(hurt.model)
@@ -170,6 +167,7 @@ def test_train_loss_is_the_mean_of_the_steps_that_were_made_in_all_lives(tmp_pat
 
     def trainer(folder: str, steps: int) -> Any:
         settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+        settings["holdfast_policy"] = {"provenance": False}
         model = Poisoned(make_gpt2())
         return make_trainer(guarded(), tmp_path / folder, model, with_poison(at), max_steps=steps, **settings)
 
@@ -223,19 +221,11 @@ def test_the_rest_of_a_stream_is_not_lost(tmp_path: Path) -> None:
 def test_evaluation_logs_and_the_best_model_are_the_trainers(tmp_path: Path) -> None:
     """``load_best_model_at_end`` with evaluations gives the metrics, best step and weights of the plain Trainer."""
     settings: dict[str, Any] = {
-        "eval_dataset": samples(8),
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "save_total_limit": 1,
-        "load_best_model_at_end": True,
-        "learning_rate": 0.3,
-    }
-    plain = make_trainer(transformers.Trainer, tmp_path / "a", make_gpt2(), samples(), **settings)
-    plain.train()
-    guard = make_trainer(guarded(), tmp_path / "b", make_gpt2(), samples(), **settings)
-    guard.train()
+        "eval_dataset": samples(8), "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+        "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True, "learning_rate": 0.3,
+    }  # fmt: skip
+    plain = trained(transformers.Trainer, tmp_path / "a", **settings)
+    guard = trained(guarded(), tmp_path / "b", **settings)
     assert plain.state.best_global_step == guard.state.best_global_step
     assert plain.state.best_metric == guard.state.best_metric
     assert digest(plain.model) == digest(guard.model)
@@ -294,15 +284,12 @@ def test_a_mean_of_ones_own_is_weighted_by_the_labels_that_it_is_over(tmp_path: 
     class Guarded(HoldfastMixin, OwnLoss):
         pass
 
-    large = make_trainer(OwnLoss, tmp_path / "a", make_gpt2(dropout=0.0), samples(), per_device_train_batch_size=8)
-    large.train()
+    large = trained(OwnLoss, tmp_path / "a", make_gpt2(dropout=0.0), per_device_train_batch_size=8)
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "holdfast_policy": {"recompute": False}}
-    exact = make_trainer(Guarded, tmp_path / "b", make_gpt2(dropout=0.0), samples(), **settings)
-    exact.train()
+    exact = trained(Guarded, tmp_path / "b", make_gpt2(dropout=0.0), **settings)
     assert distance(large.model, exact.model) < 1e-5
     model = Failing(make_gpt2(dropout=0.0), most=2, calls=range(5, 60))
-    struck = make_trainer(Guarded, tmp_path / "c", model, samples(), **settings)
-    struck.train()
+    struck = trained(Guarded, tmp_path / "c", model, **settings)
     assert logged(struck, "out_of_memory")
     assert distance(large.model, model.inner) < 1e-5
 
@@ -314,26 +301,22 @@ def with_a_table(batch: Any) -> dict[str, Any]:
 
 def test_a_batch_without_one_batch_dimension_is_trained_and_cut_as_told(tmp_path: Path) -> None:
     """With splitting off it is trained as it is; told where its dimension is, it is cut after out-of-memory."""
-    settings: dict[str, Any] = {"remove_unused_columns": False}
-
-    def train(kind: type, name: str, model: Any, **more: Any) -> Any:
-        trainer = make_trainer(kind, tmp_path / name, model, samples(), **settings, **more)
-        trainer.data_collator = with_a_table
-        trainer.train()
-        return trainer
+    settings: dict[str, Any] = {"remove_unused_columns": False, "data_collator": with_a_table}
 
     def model() -> Any:
         inner = Failing(make_gpt2(dropout=0.0), most=99, calls=range(0))
         inner.forward = lambda table=None, **named: Failing.forward(inner, **named)
         return inner
 
-    plain = train(transformers.Trainer, "a", model())
-    whole = train(guarded(), "b", model(), holdfast_policy={"micro_batch_size": None})
+    plain = trained(transformers.Trainer, tmp_path / "a", model(), **settings)
+    policy = {"micro_batch_size": None}
+    whole = trained(guarded(), tmp_path / "b", model(), holdfast_policy=policy, **settings)
     assert digest(plain.model) == digest(whole.model)
     short = model()
     short.most, short.calls = 2, range(3, 40)
     split = {"input_ids": 0, "labels": 0, "table": None}
-    train(guarded(), "c", short, holdfast_policy={"recompute": False}, holdfast_split=split)
+    policy = {"recompute": False}
+    trained(guarded(), tmp_path / "c", short, holdfast_policy=policy, holdfast_split=split, **settings)
     assert distance(plain.model, short) < 1e-5
 
 

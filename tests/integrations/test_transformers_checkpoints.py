@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.hugging_face import digest, make_gpt2, make_trainer, samples
+from tests.prepared import FRAMEWORKS, run_prepared
 
 from holdfast import CheckpointError, NonFiniteError, OutOfMemoryError, RunDirectoryError
 from holdfast.checkpoint.seal import verify
@@ -115,10 +115,9 @@ def test_a_first_save_that_was_killed_is_not_resumed_from(
         )  # fmt: skip
         plain.train()
     torn = "checkpoint-6" if begun_without else "checkpoint-2"
-    life = multiprocessing.get_context("spawn").Process(target=dies_in_its_next_save, args=(tmp_path,))
-    life.start()
-    life.join()
-    assert life.exitcode == -signal.SIGKILL
+    program = f"import pathlib, {__name__} as here; here.dies_in_its_next_save(pathlib.Path({str(tmp_path)!r}))"
+    life = run_prepared(["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS)
+    assert life.returncode == -signal.SIGKILL, life.stderr
     assert transformers.trainer_utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / torn)
     trainer = guarded(tmp_path)
     with caplog.at_level(logging.WARNING, "holdfast"):
@@ -312,7 +311,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again_at_the_end(
 ) -> None:
     """When memory ends a training right after a save, the good checkpoint is left alone; later steps are saved."""
     saved: list[str] = []
-    trainer = guarded(tmp_path)
+    trainer = guarded(tmp_path, holdfast_policy={"recompute": False})
     trainer.model = trainer.model_wrapped = NoRoom(calls=calls)
     save = trainer.save_model
     trainer.save_model = lambda folder, **named: (saved.append(Path(folder).name), save(folder, **named))[1]

@@ -64,20 +64,6 @@ def guard_of(run_dir: Any, players: Players, **policy: Any) -> holdfast.Guard:
     )
 
 
-def options_of(run_dir: Path, data_dir: Path, **others: Any) -> GanOptions:
-    return GanOptions(run_dir=run_dir, data_dir=data_dir, width=4, latent=8, batch_size=16, max_steps=24, **others)
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory) -> Path:
-    """Return a folder with MNIST's files, of random images: 40 of 8 x 8 to train on, 20 of the same to test with."""
-    root, chance = tmp_path_factory.mktemp("digits"), np.random.default_rng(0)
-    for name, count in (("train", 40), ("t10k", 20)):
-        write_idx(root / f"{name}-images-idx3-ubyte.gz", chance.integers(0, 256, (count, 8, 8)))
-        write_idx(root / f"{name}-labels-idx1-ubyte.gz", np.arange(count) % 3)
-    return root
-
-
 # --- the players ----------------------------------------------------------------------------------------------
 
 
@@ -114,7 +100,7 @@ def test_recomputed_blocks_lower_the_peak_and_change_nothing(tmp_path, regulariz
     peaks, ends = {}, []
     blocks = [f"{name}.blocks.{number}" for name in shares for number in range(4)]
     for recompute in (False, blocks):
-        players, batch = make_players(size=32, regularizer=regularizer), make_batch(64, size=32)
+        players, batch = make_players(size=32, regularizer=regularizer), make_batch(32, size=32)
         losses = {"generator": players.generator_loss, "discriminator": players.discriminator_loss}
         with guard_of(tmp_path / str(len(ends)), players, recompute=recompute, diagnose=False) as guard:
             for name, loss in losses.items():
@@ -192,7 +178,7 @@ def test_a_notebook_survives_the_loss_of_its_kernel(tmp_path, request):
     """Its kernel is killed with SIGKILL half-way; executed again it goes on, and ends as if undisturbed."""
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    run_dir, steps, width = tmp_path / "run", 60, 8
+    run_dir, steps, width = tmp_path / "run", 40, 8
     settings = {"GAN_RUN_DIR": str(run_dir), "GAN_MAX_STEPS": str(steps), "GAN_WIDTH": str(width)}
     environment = {**os.environ, **settings, "HOLDFAST_SAVE_INTERVAL_STEPS": "4", "OMP_NUM_THREADS": "1"}
 

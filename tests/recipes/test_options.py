@@ -39,18 +39,14 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 
 def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_default(tmp_path, monkeypatch):
-    """So it is for a recipe's options, and for those of the policy with the environment in between."""
-    config, policy = tmp_path / "config.yaml", tmp_path / "policy.yaml"
+    """So it is for a recipe's own options; for those of the policy see ``test_order_of_settings.py``."""
+    config = tmp_path / "config.yaml"
     config.write_text("rate: 1e-3\nsize: large\nmax-steps: 7\nlimit: null\nplace: ~/b\n")
-    policy.write_text("max_grad_norm: 3.0\nnonfinite_patience: 9\nsave_interval_steps: 11\n")
     monkeypatch.setenv("HOME", "/home/of/a")
-    monkeypatch.setenv("HOLDFAST_NONFINITE_PATIENCE", "8")
-    options, found = read("--config", config, "--rate", 2, policy_file=policy)
+    options, policy = read("--config", config, "--rate", 2, "--max-grad-norm", "none")
     assert (options.rate, options.size, options.max_steps, options.limit) == (2.0, "large", 7, None)
     assert options.place == Path("/home/of/a/b")
-    assert (found.max_grad_norm, found.nonfinite_patience, found.save_interval_steps) == (3.0, 8, 11)
-    _, found = read("--policy", policy, "--nonfinite-patience", "5", "--max-grad-norm", "none")
-    assert (found.max_grad_norm, found.nonfinite_patience, found.save_interval_steps) == (None, 5, 11)
+    assert policy.max_grad_norm is None
 
 
 @pytest.mark.parametrize(

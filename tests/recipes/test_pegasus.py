@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from recipes.pegasus.records import JsonLines, RecordError
 from recipes.pegasus.scoring import HeldOut, rouge
 from recipes.pegasus.train import POLICY, main, train
 
-from holdfast import DataLoader, LoaderError, Policy
+from holdfast import Policy
 from holdfast.cli.loader import load_factory
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as in the recipe: its threads are in the way of a fork
@@ -152,43 +151,6 @@ def test_a_record_that_cannot_be_used_says_why(tmp_path: Path, record: Any, said
     records = JsonLines(lines(tmp_path / "records.jsonl", [*pairs(2), record]))
     with pytest.raises(RecordError, match=f"records.jsonl, record 2 at byte [0-9]+: .*{said}"):
         records[2]
-
-
-def test_bad_records_are_quarantined_with_their_evidence(tmp_path: Path) -> None:
-    """A record without summary is replaced by the next one; more of them than allowed end the run with the reason."""
-    rows: list[Any] = pairs(64)
-    rows[5] = {"document": "Nobody has summarised this."}
-
-    def loaded(quarantine: float) -> tuple[DataLoader, list[Any]]:
-        records = JsonLines(lines(tmp_path / "records.jsonl", rows))
-        loader = DataLoader(
-            records, batch_size=8, shuffle=True, drop_last=True, collate_fn=list, quarantine=quarantine
-        )
-        return loader, list(loader)
-
-    loader, batches = loaded(0.001)
-    assert [len(batch) for batch in batches] == [8] * 8
-    assert len({document for batch in batches for document, _ in batch}) == 63, "another one stands in"
-    (aside,) = loader.ledger
-    assert aside.index == 5
-    assert "'summary' is missing" in aside.evidence
-    rows[9] = {"document": "Nor this."}
-    with pytest.raises(LoaderError, match="'summary' is missing"):
-        loaded(0.001)
-
-
-@pytest.mark.slow
-def test_workers_share_no_position_in_the_file(tmp_path: Path) -> None:
-    """Two forked workers, whose file was open already, give the batches that are made without workers."""
-    records = JsonLines(lines(tmp_path / "records.jsonl", pairs(256)))
-    assert records[3]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker processes")  # on one CPU
-        made = [
-            list(DataLoader(records, batch_size=8, shuffle=True, collate_fn=list, num_workers=workers))
-            for workers in (0, 2)
-        ]
-    assert made[0] == made[1]
 
 
 # --- scores ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from recipes.asr.corpus import CorpusError
 from recipes.asr.speech import Plan, make_corpus
 from recipes.separation import train
-from recipes.separation.data import CutMixtures, MixedOnTheFly
+from recipes.separation.data import CutMixtures
 from recipes.separation.mixtures import Mixture, make_mixtures, mixed, read_mixtures, read_speakers
 from recipes.separation.model import ConvTasNet
 from recipes.separation.si_snr import best_order, separation_loss, si_snr
@@ -101,19 +101,6 @@ def test_a_mixture_is_the_sum_of_its_sources_at_the_level_that_was_drawn():
     assert np.abs(mixture).max() <= 0.9 + 1e-6
 
 
-def test_mixing_on_the_fly_follows_from_the_seed_of_a_sample(speakers):
-    """Equal random numbers make equal mixtures, others make others, and the two speakers always differ."""
-    data = MixedOnTheFly(read_speakers(speakers), sample_rate=RATE, samples=4000)
-    found = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        found.append(data[0])
-    assert torch.equal(found[0][0], found[1][0])
-    assert not torch.equal(found[0][0], found[2][0])
-    assert found[0][0].shape == (4000,)
-    assert found[0][1].shape == (2, 4000)
-
-
 def test_three_layouts_hold_the_same_mixtures(mixtures, tmp_path):
     """Folders as WSJ0-2mix's and LibriMix's, and SpeechBrain's CSV file, give the same samples."""
     for name, source in (("mix_clean", "mix"), ("s1", "s1"), ("s2", "s2")):
@@ -183,6 +170,6 @@ def test_recordings_of_another_sample_rate_end_before_there_is_a_run(option, mix
 def test_it_learns_to_separate_voices_that_it_never_heard(tmp_path):
     """In 220 small steps mixtures of voices that were not trained on come apart by more than 2 dB."""
     options = ("--speakers", 12, "--sentences", 6, "--filters", 32, "--bottleneck", 24, "--hidden", 48, "--blocks", 5)
-    options += ("--seconds", 0.6, "--batch-size", 6, "--learning-rate", 6e-3)
+    options += ("--seconds", 0.4, "--batch-size", 4, "--learning-rate", 6e-3)
     result = run(tmp_path / "run", *options, "--max-steps", 220, "--eval-interval-steps", 220)
     assert result["figures"]["si_snr_improvement_db"] > 2.0

@@ -122,23 +122,13 @@ def test_the_version_is_printed():
 
 def report(held: bool) -> dict[str, Any]:
     row = {
-        "fault": "SIGKILL",
-        "happened": "killed",
-        "remedy": "resume",
-        "promise": "bit-exact",
-        "held": held,
-        "evidence": "digests",
-        "lost_steps": 3,
-        "seconds": 1.5,
-    }
+        "fault": "SIGKILL", "happened": "killed", "remedy": "resume", "promise": "bit-exact", "held": held,
+        "evidence": "digests", "lost_steps": 3, "seconds": 1.5,
+    }  # fmt: skip
     return {
-        "rows": [row],
-        "reference": [2.0, 1.0],
-        "curve": [[1, 2.0], [2, 1.0], [1, 2.0]],
-        "marks": [[1, "SIGKILL"]],
-        "accuracy": [0.9, 0.9 if held else None],
-        "seed": 7,
-    }
+        "rows": [row], "reference": [2.0, 1.0], "curve": [[1, 2.0], [2, 1.0], [1, 2.0]], "marks": [[1, "SIGKILL"]],
+        "accuracy": [0.9, 0.9 if held else None], "seed": 7,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -59,16 +59,6 @@ def test_the_target_survives_a_rename_that_fails(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["state.json"]
 
 
-def test_a_directory_moves_with_its_files(tmp_path: Path) -> None:
-    """A rename moves the whole directory, and the old name is gone."""
-    source, target = tmp_path / "draft", tmp_path / "final"
-    source.mkdir()
-    write_file(source / "data", b"1")
-    rename_directory(source, target)
-    assert (target / "data").read_bytes() == b"1"
-    assert not source.exists()
-
-
 def test_a_directory_never_replaces_another_one(tmp_path: Path) -> None:
     """A rename onto a directory with files is refused, and both stay as they were."""
     source, target = tmp_path / "draft", tmp_path / "final"

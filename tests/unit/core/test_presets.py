@@ -31,21 +31,6 @@ def test_adversarial_training_is_only_warned_of_spikes() -> None:
     assert (policy.objective, policy.spike_action) == ("adversarial", "warn")
 
 
-def test_a_preset_lies_below_every_other_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The layers are default < preset < values of the file < variables < keywords."""
-    file = tmp_path / "policy.yaml"
-    file.write_text("preset: tts\n")
-    assert Policy.from_yaml(file).max_grad_norm == 1.0
-    file.write_text("max_grad_norm: 2.0\npreset: gan\n")
-    policy = Policy.from_yaml(file)
-    assert (policy.max_grad_norm, policy.objective) == (2.0, "adversarial")
-    assert Policy.preset("tts", max_grad_norm=4.0).max_grad_norm == 4.0
-    assert Policy.preset("tts", max_grad_norm=None).max_grad_norm is None
-    monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "3.0")
-    assert Policy.from_yaml(file).max_grad_norm == Policy.preset("tts").max_grad_norm == 3.0
-    assert Policy.from_yaml(file, max_grad_norm=4.0).max_grad_norm == 4.0
-
-
 def test_the_strongest_name_of_a_preset_counts_and_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A name replaces a weaker one whole, so no value of the weaker preset remains, and none turns it off."""
     file = tmp_path / "policy.yaml"
@@ -61,6 +46,7 @@ def test_the_strongest_name_of_a_preset_counts_and_no_other(monkeypatch: pytest.
 def test_a_preset_can_be_laid_over_a_finished_policy() -> None:
     """``replace`` and ``of`` change the fields that the preset names, and no other."""
     policy = Policy(keep_latest_k=7, max_grad_norm=9.0)
+    assert Policy.preset("tts", max_grad_norm=None).max_grad_norm is None
     assert policy.replace(preset="tts") == Policy(keep_latest_k=7, max_grad_norm=1.0)
     assert Policy.of(policy, preset="tts", max_grad_norm=2.0) == Policy(keep_latest_k=7, max_grad_norm=2.0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,11 +56,6 @@ def _same(first: Any, second: Any) -> bool:
 
 def _as_list(samples: list[Any]) -> list[Any]:
     return samples
-
-
-def _draw_in_worker(worker: int) -> None:
-    random.seed(worker)
-    torch.manual_seed(worker)
 
 
 _MAP_STYLE: dict[str, dict[str, Any]] = {
@@ -132,18 +126,6 @@ _RESUMABLE: dict[str, Callable[[], Any]] = {
 def test_it_resumes_exactly_after_any_batch(make_loader: Callable[[], Any]) -> None:
     """Order and augmentation continue exactly, whatever decides the order."""
     check_resumable(make_loader, _same)
-
-
-def test_workers_give_the_same_samples_and_augmentation() -> None:
-    """Zero and two workers give equal batches in two epochs."""
-    alone = DataLoader(Samples(11, noise), batch_size=4, shuffle=True, seed=2)
-    with_workers = DataLoader(
-        Samples(11, noise), batch_size=4, shuffle=True, seed=2, num_workers=2, worker_init_fn=_draw_in_worker
-    )
-    expected = [batch for _ in range(2) for batch in alone]
-    found = [batch for _ in range(2) for batch in with_workers]
-    assert len(found) == len(expected)
-    assert all(_same(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_the_seed_of_a_generator_is_used() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.loader import random_state
 from holdfast.loader.random_state import LazySeeding, RandomState, capture, isolated, restore
 
@@ -25,28 +24,6 @@ def _draw() -> tuple[Any, ...]:
         float(torch.rand(())),
         float(torch.randn(())),
     )
-
-
-def test_what_is_drawn_after_a_restore_was_drawn_before() -> None:
-    """All three generators continue at exactly the captured place, as often as wanted."""
-    state = capture()
-    first = _draw()
-    assert _draw() != first
-    for _ in range(2):
-        restore(state)
-        assert _draw() == first
-
-
-def test_a_state_travels_through_a_checkpoint() -> None:
-    """The tree of a state survives the codec, so a resumed run draws what an undisturbed one would."""
-    _draw()
-    np.random.randn()
-    state = capture()
-    expected = _draw()
-    encoder = Encoder("random")
-    tree = decode(encoder.encode(state.to_tree()), encoder.tensors)
-    restore(RandomState.from_tree(tree))
-    assert _draw() == expected
 
 
 @pytest.mark.parametrize(

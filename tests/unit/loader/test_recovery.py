@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,16 +59,6 @@ def test_the_cause_of_a_loss_between_epochs_is_told() -> None:
     assert items(loader) == list(range(40))
     loader.close()
     assert [event["cause"][1 + len("worker ") :] for event in events] == [" was killed by SIGKILL"]
-
-
-def test_a_collate_function_that_hangs_is_an_honest_end() -> None:
-    """No sample is to blame, and without workers it would block training: H614 after the second time."""
-    loader = DataLoader(Samples(40), batch_size=4, num_workers=1, timeout=0.3, collate_fn=lambda _: time.sleep(1e6))
-    events = _events(loader)
-    with pytest.raises(LoaderError, match="stuck at batch 0") as caught:
-        list(loader)
-    assert caught.value.rule == "H614"
-    assert len(events) == 1
 
 
 class Own(IterableDataset[int]):
@@ -128,13 +117,6 @@ def _hung(*, fine: bool | None, done: int = 0, offset: int = 0) -> Loss:
     return Loss(cause="worker 0 hung", kind="hung", worker=0, showing=Showing(3, offset, done), others_fine=fine)
 
 
-def test_a_sample_is_quarantined_at_its_second_strike() -> None:
-    """While other workers do well, the sample that loses a worker twice goes, and the number of workers stays."""
-    assert _remedies([(_died(fine=True), 7)] * 2)[:2] == ([4, 4], [(7, "killed its worker")])
-    assert _remedies([(_hung(fine=True), 7)] * 2)[:2] == ([4, 4], [(7, "hung")])
-    assert not _remedies([(_died(fine=True), 7), (_died(fine=True), 8)])[1]
-
-
 def test_if_every_worker_is_blocked_there_are_none_from_then_on() -> None:
     """Workers that hang at whatever they read blame no sample; the main process goes on."""
     after, quarantined, _ = _remedies([(_hung(fine=False), 7)] * 3)
@@ -170,10 +152,6 @@ def test_descriptors_that_run_out_are_spared() -> None:
     (event,) = events
     assert isinstance(event, DescriptorLimitRaised)
     assert (event.before, event.now) == (before[1] - 1, before[1])
-
-
-def _raise() -> None:
-    raise ValueError("damaged")
 
 
 def test_what_cannot_be_pickled_ends_nothing() -> None:

@@ -27,7 +27,6 @@ from holdfast.loader.workers.board import (
     PREPARING,
     STARTING,
     Board,
-    Showing,
     has_ended,
 )
 from holdfast.loader.workers.processes import (
@@ -107,16 +106,6 @@ def _exits(code: int) -> Callable[[Board, int], None]:
         os._exit(code)
 
     return work
-
-
-def test_a_worker_at_one_sample_for_too_long_is_stuck(start: Callable[..., Any]) -> None:
-    """It is found without anybody waiting, named with its sample, and killed; the others are fine."""
-    watch, processes, _ = start(_busy, _forever, limit_seconds=0.3)
-    loss = _wait_for_loss(watch, waiting=False)
-    assert (loss.kind, loss.worker, loss.others_fine) == ("hung", 1, True)
-    assert loss.showing == Showing(7, 2, 0)
-    processes[1].join(5)
-    assert processes[1].exitcode == -signal.SIGKILL
 
 
 def test_a_timeout_is_counted_only_while_somebody_waits(start: Callable[..., Any]) -> None:

@@ -143,18 +143,14 @@ def test_the_verdict_of_holdfast_is_no_failure_to_allocate() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "CUDA error: device-side assert triggered",
-        "CUDA error: an illegal memory access was encountered",
-        "CUDA error: unspecified launch failure",
-        "CUDA error: uncorrectable ECC error encountered",
-        "CUDA error: misaligned address",
-        "CUDA error: an illegal instruction was encountered",
-        "CUDA error: hardware stack error",
-        "CUDA error: context is destroyed",
+        "device-side assert triggered", "an illegal memory access was encountered", "unspecified launch failure",
+        "uncorrectable ECC error encountered", "misaligned address", "an illegal instruction was encountered",
+        "hardware stack error", "context is destroyed",
     ],
-)
+)  # fmt: skip
 def test_errors_that_kill_the_context_are_sticky(text: str) -> None:
     """After these nothing in the process can use the device, also when the error was wrapped."""
+    text = f"CUDA error: {text}"
     assert is_sticky(RuntimeError(text))
     wrapped = ValueError("step failed")
     wrapped.__cause__ = RuntimeError(text)

@@ -14,14 +14,6 @@ def _event(step: int, **data: object) -> Event:
     return Event(kind="test", global_step=step, unix_seconds=0.25 * step, data=data)
 
 
-def _written(directory: Path, *events: Event) -> list[Event]:
-    box = BlackBox(directory)
-    for event in events:
-        box.event(event)
-    box.close()
-    return read_events(directory)
-
-
 def test_steps_come_back_with_all_their_facts(tmp_path: Path) -> None:
     """A mark of a step keeps its kind, numbers and NaNs; what was not read is None, which is no NaN."""
     box = BlackBox(tmp_path / "made" / "for-it")
@@ -45,12 +37,6 @@ def test_steps_come_back_with_all_their_facts(tmp_path: Path) -> None:
         unix_seconds=second.unix_seconds,
     )
     assert first.unix_seconds <= second.unix_seconds
-
-
-def test_facts_that_are_no_json_become_text(tmp_path: Path) -> None:
-    """A path or an exception among the facts is written as its text instead of failing the run."""
-    (found,) = _written(tmp_path, _event(1, path=Path("/data/x"), error=ValueError("bad")))
-    assert found.data == {"path": "/data/x", "error": "bad"}
 
 
 def test_many_steps_do_not_push_out_an_event(tmp_path: Path) -> None:

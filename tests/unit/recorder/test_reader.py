@@ -10,9 +10,7 @@ from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART, PART_BYTES, STEP, STEPS_FILE, BlackBox
 from holdfast.recorder.reader import read_events, read_ring, read_steps
-from holdfast.recorder.ring import RingWriter, slot_struct
-
-_EVENT_SLOT_BYTES = slot_struct(PART.size + PART_BYTES).size
+from holdfast.recorder.ring import RingWriter
 
 
 def _record(directory: Path, *sizes: int) -> list[Event]:
@@ -71,11 +69,12 @@ def test_payloads_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_an_event_that_cannot_be_written_down_is_recorded_all_the_same(tmp_path: Path) -> None:
-    """Facts that are no JSON never stop the run that they are about."""
+    """Facts that are no JSON never stop the run that they are about: a path and an exception become their texts."""
     box = BlackBox(tmp_path)
     circle: list[object] = []
     circle.append(circle)
-    for facts in ({"a": {(1, 2): 3}}, {"a": circle}):
+    for facts in ({"path": Path("/x"), "error": ValueError("bad")}, {"a": {(1, 2): 3}}, {"a": circle}):
         box.event(Event(kind="odd", global_step=1, unix_seconds=0.0, data=facts))
     box.close()
-    assert [event.data for event in read_events(tmp_path)] == [{"unreadable": ["a"]}] * 2
+    texts, *unreadable = [event.data for event in read_events(tmp_path)]
+    assert (texts, unreadable) == ({"path": "/x", "error": "bad"}, [{"unreadable": ["a"]}] * 2)

@@ -32,14 +32,8 @@ from holdfast.report.sources import check_run, find_sources
 def _train(run_dir: Path, steps: int) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with holdfast.Guard(
-        run_dir,
-        model=model,
-        optimizer=optimizer,
-        loader=[torch.ones(4, 2)] * steps,
-        save_interval_steps=2,
-        async_save=False,
-    ) as guard:
+    given = {"model": model, "optimizer": optimizer, "loader": [torch.ones(4, 2)] * steps}
+    with holdfast.Guard(run_dir, **given, save_interval_steps=2, async_save=False) as guard:
         for batch in guard.batches(max_epochs=1):
             guard.step(batch, lambda x: model(x).square().mean())
 
@@ -104,13 +98,6 @@ def test_an_empty_or_foreign_directory_is_refused_by_name(tmp_path):
         with pytest.raises(RunDirectoryError, match="is no run directory") as caught:
             check_run(path)
         assert caught.value.rule == "H741"
-
-
-def test_a_run_that_has_only_begun_has_an_empty_picture(tmp_path):
-    """With nothing but supervised.json there are no lanes and no verdict of failure, and no exception."""
-    (tmp_path / SUPERVISED_FILE).write_text("{}")
-    picture = gather(check_run(tmp_path))
-    assert (picture.lanes, picture.events, picture.checkpoints) == ((), (), ())
 
 
 def test_damaged_json_files_leave_the_rest(tmp_path):

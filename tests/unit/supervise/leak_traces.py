@@ -20,7 +20,6 @@ from holdfast.supervise.leaks.holders import Holders, Lines, Step, locals_of, te
 from holdfast.supervise.leaks.tracer import LeakTracer
 
 _MOST_STEPS = 60
-MODULE_HISTORY: list[Any] = []
 
 
 def traced(step: Callable[[int], object], *, most: int = _MOST_STEPS) -> tuple[list[Leak], LeakTrace]:

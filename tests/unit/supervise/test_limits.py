@@ -32,17 +32,11 @@ def test_every_phase_can_be_set_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("setting", "rule", "word"),
     [
-        ("data wait", "H726", "PHASE=SECONDS"),
-        ("", "H726", "PHASE=SECONDS"),
-        ("data waits=3", "H727", "'data wait'"),
-        ("=3", "H727", "there are"),
-        ("saving=soon", "H728", "seconds above 0"),
-        ("saving=-1", "H728", "seconds above 0"),
-        ("saving=0", "H728", "seconds above 0"),
-        ("saving=nan", "H728", "seconds above 0"),
-        ("saving=", "H728", "seconds above 0"),
+        ("data wait", "H726", "PHASE=SECONDS"), ("", "H726", "PHASE=SECONDS"),
+        ("data waits=3", "H727", "'data wait'"), ("=3", "H727", "there are"),
+        *((f"saving={bad}", "H728", "seconds above 0") for bad in ("soon", "-1", "0", "nan", "")),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_setting_is_refused_with_what_is_right(setting: str, rule: str, word: str) -> None:
     """Each mistake has its rule, and the message says what is allowed."""
     with pytest.raises(PolicyError) as caught:

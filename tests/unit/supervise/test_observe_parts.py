@@ -288,10 +288,8 @@ def test_a_step_that_only_makes_state_is_none(seen: Seen) -> None:
         steps.aside_ends()
     model.weight.grad = torch.ones_like(model.weight)  # of a formula
     step(steps, sgd)
-    assert [(each.step, each.micro_steps, each.loss) for each in read_samples(seen.ring)][:2] == [
-        (1, 1, 1),
-        (2, 1, 1),
-    ]
+    first, second, _ = [(each.step, each.micro_steps, each.loss) for each in read_samples(seen.ring)]
+    assert (first, second) == ((1, 1, 1), (2, 1, 1))
     assert [(each.step, each.learning_rate) for each in read_samples(seen.ring)] == [(1, 0.1), (2, 0.1), (3, 0.1)]
 
 
@@ -427,19 +425,13 @@ def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None
 @pytest.mark.parametrize(
     ("line", "launches"),
     [
-        ("python /bin/torchrun --nproc 2 train.py", True),
-        ("python -u -m torch.distributed.run train.py", True),
-        ("python -m accelerate.commands.launch train.py", True),
-        ("python /bin/accelerate launch train.py", True),
-        ("python train.py torchrun", False),
-        ("python -X dev /bin/torchrun train.py", True),
-        ("python3.12 -mtorch.distributed.run train.py", True),
-        ("accelerate-launch train.py", True),
-        ("accelerate config", False),
-        ("python -c torchrun", False),
-        ("python -m", False),
+        ("python /bin/torchrun --nproc 2 train.py", True), ("python -u -m torch.distributed.run train.py", True),
+        ("python -m accelerate.commands.launch train.py", True), ("python /bin/accelerate launch train.py", True),
+        ("python -X dev /bin/torchrun train.py", True), ("python3.12 -mtorch.distributed.run train.py", True),
+        ("accelerate-launch train.py", True), ("accelerate config", False), ("python train.py torchrun", False),
+        ("python -c torchrun", False), ("python -m", False),
     ],
-)
+)  # fmt: skip
 def test_what_a_launcher_is(line: str, launches: bool) -> None:
     """Programs that start ranks are known by their command line."""
     assert (find_launcher_name(line.split()) is not None) is launches

@@ -47,14 +47,10 @@ def test_a_cause_that_may_pass_is_retried_after_a_delay_that_doubles():
     assert last == Stop(why="all 3 restarts are used")
 
 
-def test_the_same_failure_at_the_same_step_stops_at_once():
-    """The second time is the last, and the reason names the step; another cause there is another failure."""
-    assert decide(verdict(), past(), past()) == Stop(why="the same failure came twice at step 100")
-    assert isinstance(decide(verdict(), past(cause="H930"), past()), Again)
-
-
 def test_too_little_progress_between_two_failures_of_one_cause_stops():
     """Nine steps are no progress, whether counted by the training or by the process; ten are."""
+    assert decide(verdict(), past(), past()) == Stop(why="the same failure came twice at step 100")
+    assert isinstance(decide(verdict(), past(cause="H930"), past()), Again)
     assert isinstance(decide(verdict(), past(at_step=100), past(at_step=109)), Stop)
     assert isinstance(decide(verdict(), past(at_step=100), past(at_step=110)), Again)
     assert isinstance(decide(verdict(), past(), past(at_step=None, steps=9)), Stop)

@@ -22,7 +22,6 @@ Start = Callable[..., subprocess.Popen[bytes]]
 HANDLER = (
     "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, open({file!r}, 'w'), all_threads=True)\n"
 )
-OWN_HANDLER = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))\n"
 STUCK = "import time\ndef stuck():\n    time.sleep(1e6)\nprint(flush=True)\nstuck()\n"
 
 needs_py_spy = pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
