@@ -136,14 +136,12 @@ class SplitCheck:
     known: Sequence[Weighting] = ()  # what the mean of the loss was found to be over in earlier batches
     _draws: Draws | None = field(default=None, init=False)
     _buffers: BufferKeeper | None = field(default=None, init=False)
-    _seen: tuple[bool, bool] = field(
-        default=(False, False), init=False
-    )  # of the whole: declares items, changes batch
+    _seen: tuple[bool, bool] = field(default=(False, False), init=False)  # declares items, changes its batch
     _gap: float = field(default=0.0, init=False)  # relative difference of the losses in the newest comparison
     uneven: list[str] = field(default_factory=list)  # found: states that the parts leave otherwise than the whole
 
     def run(self, batch: Any, size: int) -> Verdict:
-        """Compare samples from the beginning and the end of a batch, and more where candidates disagree."""
+        """Compare samples from the beginning and from all over a batch, and more where candidates disagree."""
         self.states.keep()
         windows = [w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1]
         if not callable(self.split) and size > _SAMPLES:  # what is far apart in a batch may differ
@@ -202,12 +200,9 @@ class SplitCheck:
         samples, before, equal = batch_size(window, self.split), len(self.uneven), []
 
         def relabelled(leaf: Any) -> Any:
-            labels = (
-                isinstance(leaf, torch.Tensor)
-                and leaf.shape == (samples,)
-                and leaf.dtype in (torch.int64, torch.int32)
-            )
-            if not labels or len(leaf.unique()) < samples:
+            if not isinstance(leaf, torch.Tensor) or leaf.shape != (samples,) or leaf.is_floating_point():
+                return leaf
+            if len(set(leaf.tolist())) < samples:
                 return leaf
             equal.append(leaf)
             return leaf[:1].repeat(samples)
@@ -217,10 +212,8 @@ class SplitCheck:
             found = self._compare(alike, weightings, SplitCheck._difference) if equal else None
             rows = len(self.uneven) > before  # of a state, which they write
             if found is not None and found.outcome == "coupled" and not found.why and not rows:
-                why = (
-                    f"the gradient over 4 samples of one label differs by {found.difference:.1%} from that over 3 + 1"
-                )
-                return [replace(found, why=why)]
+                differs = f"differs by {found.difference:.1%} from that over 3 + 1 of them"
+                return [replace(found, why=f"the gradient over 4 samples of one label {differs}")]
         del self.uneven[before:]
         self._clear()
         return []
@@ -254,9 +247,7 @@ class SplitCheck:
         found = self._compare_as_it_is(window, weightings, difference)
         if found.draws != "unknown":
             return found
-        with _modes(
-            self.models.values(), nn.Module.modules
-        ):  # what cannot be repeated may be drawn in training alone
+        with _modes(self.models.values(), nn.Module.modules):  # it may be drawn in training alone
             found = self._compare_as_it_is(window, weightings, difference)
         if found.outcome in ("exact", "random"):
             return replace(found, outcome="random", draws="own" if isinstance(self.loss_fn, TwoPass) else "unknown")
