@@ -522,3 +522,21 @@ def test_a_loss_that_cannot_be_measured_is_trained_unmeasured(tmp_path):
     found, guard = trained_with_less(tmp_path / "less", of_meta_learning, fails_at=1, failing=1)
     assert_same(found, expected)
     assert "saved tensor hooks" in the_event(guard, "recompute_impossible").data["why"]
+
+
+def test_a_named_block_that_draws_from_its_own_generator_is_not_recomputed(tmp_path):
+    """The second time it would see other numbers: its gradient would be that of other activations."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.own = nn.Linear(4, 4), torch.Generator()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.layer(x)) * torch.randn(x.shape, generator=self.own)
+
+    model = nn.Sequential(Noisy(), nn.Linear(4, 1))
+    guard = guarded(tmp_path, model, recompute=("0",), micro_batch_size=None)
+    assert not guard.step(torch.randn(8, 4), square_of(model)).skipped
+    assert the_event(guard, "recompute_impossible").data["modules"] == ["0"]
+    guard.close()

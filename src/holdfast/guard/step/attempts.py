@@ -64,7 +64,7 @@ class Attempts:
         self._must_recompute = isinstance(wanted, tuple)
         self._measured = SavedBytes(self._modules) if wanted is True and not parts.compiled else None
         self._was_measured = False  # in the newest attempt
-        self._verified = set(() if wanted is True else self._modules)  # those that a policy names fit without it
+        self._verified = set[str]()
         self._all_parameters = [p for _, p in parts.named_parameters()]
         self._filled_outside = FilledOutside(self._all_parameters)
         self._unlooked = self._all_parameters
