@@ -17,6 +17,18 @@ from holdfast.numerics.eager import anything_compiled
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # sums are rounded differently by another number of threads
+_SLOW = (  # they start programs, frameworks, or trainings that take their time
+    "faults/", "integrations/", "docs/test_tutorial", "architecture/test_readme", "architecture/test_examples",
+    "recipes/test_gan", "recipes/test_speech", "unit/cli/test_explain_guarded", "unit/explain/test_logs",
+    "unit/forecast/test_stand_ins", "unit/guard/test_torn_steps", "unit/guard/test_unsaved", "unit/guard/test_window",
+    "unit/learning/test_repeated_batches", "unit/loader/test_drop_in", "unit/report/test_gathering",
+    "unit/supervise/test_stacks", "unit/supervise/test_watchdog",
+)  # fmt: skip
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.nodeid.removeprefix("tests/").startswith(_SLOW):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
