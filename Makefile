@@ -17,10 +17,10 @@ demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(FOR_DEMO))  ## train the main
 	$(BIN)/holdfast demo
 
 test: check speechbrain  ## all gates and all tests, the slow ones too
-	$(BIN)/pytest -m "" -n 3 --dist worksteal
+	$(BIN)/pytest -m "" -n 2 --dist worksteal
 
 fast: $(INSTALLED)  ## the tests that take seconds
-	$(BIN)/pytest -n 3
+	$(BIN)/pytest -n 2
 
 check: $(INSTALLED)  ## lint, format, types, floors
 	$(BIN)/ruff check
