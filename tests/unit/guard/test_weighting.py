@@ -282,6 +282,8 @@ NOT_SPLIT = {
     "two domains, one after the other": lambda m: lambda b: of_two_domains(m, b[0], b[2] >= 5),
     "a small sum": lambda m: lambda b: errors(m, b[0]).mean() + 1e-4 * errors(m, b[0]).sum(),
     "a hook that clamps": clamped,
+    "a mean over each class": lambda m: lambda b: (errors(m, b[0]).mean(1) / (b[2][:, None] == b[2]).sum(1)).sum(),
+    "a sum by the number of positives": lambda m: lambda b: errors(m, b[0]).sum() / (b[2] == 0).sum().clamp(min=1),
     "mean and sum": lambda m: lambda b: both(m, b[0]),
     "noise, then a root": lambda m: lambda b: noisy(m, b[0]).mean().sqrt(),
     "contrast of two dropouts": lambda m: lambda b: contrast(m, b[0]),

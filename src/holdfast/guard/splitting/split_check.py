@@ -153,6 +153,8 @@ class SplitCheck:
         self._buffers.keep()
         with _modes(self.models.values(), mixing_layers), _plain_attention(self._devices()), torch.enable_grad():
             found = self._through(windows, weightings)
+            if not callable(self.split):
+                found += self._of_one_label(windows[0], batch, weightings)
         self._begin(0)
         changed_buffer = changed_buffer or next(iter(self.uneven), "")
         return merged(found, changed_buffer=changed_buffer, side_effects=side_effects)
@@ -193,30 +195,32 @@ class SplitCheck:
             telling = [disagreement(alive, self._cut(window)) for window in others]
             if len(alive) > 1 and telling and max(telling) > TELLING:
                 left.append(others.pop(telling.index(max(telling))))
-        return [*found, *self._of_one_label(windows[0], weightings)]
+        return found
 
-    def _of_one_label(self, window: Any, weightings: Sequence[Weighting]) -> list[Verdict]:
-        """Compare these samples as if they had one label: of many classes, no two of 4 samples share theirs."""
-        samples, before, equal = batch_size(window, self.split), len(self.uneven), []
+    def _of_one_label(self, window: Any, batch: Any, weightings: Sequence[Weighting]) -> list[Verdict]:
+        """Compare these samples as if all had the rarest label of the batch, which 4 samples seldom show."""
+        size, before, labels = batch_size(batch, self.split), len(self.uneven), []
 
-        def relabelled(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.shape != (samples,) or leaf.is_floating_point():
+        def relabelled(leaf: Any, whole: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or whole.shape != (size,) or leaf.is_floating_point():
                 return leaf
-            if len(set(leaf.tolist())) < samples:
-                return leaf
-            equal.append(leaf)
-            return leaf[:1].repeat(samples)
+            values, counts = torch.unique(whole, return_counts=True)
+            labels.append(leaf)
+            return torch.full_like(leaf, values[counts.argmin()])
 
-        alike = pytree.tree_map(relabelled, window)
+        found = []
         with contextlib.suppress(Exception):  # they may be lengths, or rows of a table, and fit nothing else
-            found = self._compare(alike, weightings, SplitCheck._difference) if equal else None
-            rows = len(self.uneven) > before  # of a state, which they write
-            if found is not None and found.outcome == "coupled" and not found.why and not rows:
-                differs = f"differs by {found.difference:.1%} from that over 3 + 1 of them"
-                return [replace(found, why=f"the gradient over 4 samples of one label {differs}")]
+            alike = pytree.tree_map(relabelled, window, batch)
+            if labels:
+                found.append(self._compare(alike, weightings, SplitCheck._difference))
+        rows = len(self.uneven) > before  # of a state, which they write
         del self.uneven[before:]
         self._clear()
-        return []
+        if rows or not found or found[0].why:  # what is not known here shows elsewhere
+            return []
+        differs = f"differs by {found[0].difference:.1%} from that over 3 + 1 of them"
+        why = f"the gradient over 4 samples of one label {differs}" if found[0].outcome == "coupled" else ""
+        return [replace(found[0], why=why)]
 
     def _cut(self, window: Any) -> _Parts:
         few = batch_size(window, self.split)
