@@ -19,7 +19,7 @@ from holdfast.memory.oom import find_out_of_memory
 
 
 class NotRepeatableError(Exception):
-    """The numbers of a part cannot be told from those of the whole."""
+    """The random numbers that the whole has drawn do not say which of them a part would draw."""
 
 
 class Draws:
@@ -107,11 +107,11 @@ def _copied(op: Any, given: list[Any], drawn: list[Any]) -> tuple[Any, list[Any]
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of each operation that has drawn: the operation, the tensors that it depends on, and what it drew."""
+    """Calls `on_draw` with each operation that draws, the tensors that it depends on, and what it drew."""
 
-    def __init__(self, devices: Sequence[torch.device], tell: Callable[[Any, list[Any], list[Any]], None]) -> None:
+    def __init__(self, devices: Sequence[torch.device], on_draw: Callable[[Any, list[Any], list[Any]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._devices, self._tell = devices, tell
+        self._devices, self._on_draw = devices, on_draw
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,7 +122,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not same(before, self._states(kwargs)):  # attention without dropout, for one, draws nothing
             name = func._schema.name
             given = args[1:] if name.endswith(("_", "_like")) else args  # the values of the first do not matter
-            self._tell(func, _tensors((given, kwargs)), _tensors(found))
+            self._on_draw(func, _tensors((given, kwargs)), _tensors(found))
         return found
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:

@@ -283,7 +283,8 @@ class SplitCheck:
                 fits[weight] = self._fits(found[weight])
         held = [each for each, weight in weights.items() if fits.get(weight)]
         outcome: Outcome = "exact" if held or (declared and fits[shares(SAMPLES, parts)]) else "coupled"
-        why, drawn = "", "none" if draws is None or not draws.drew else "shared" if draws.shared else "own"
+        why = ""
+        drawn: Draw = "none" if draws is None or not draws.drew else "shared" if draws.shared else "own"
         if outcome == "exact" and drawn != "none":
             outcome = "random"
         elif outcome == "coupled" and self._is_unrepeatable(draws, whole, difference):
@@ -295,7 +296,7 @@ class SplitCheck:
             declared=declared,
             changes_batch=changes,
             why=why,
-            draws=drawn,  # type: ignore[arg-type]
+            draws=drawn,
             held=tuple(held),
             # What these samples hold nothing of was not tried.
             failed=tuple(each for each, weight in weights.items() if each not in held and weight is not None),
