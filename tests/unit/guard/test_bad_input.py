@@ -109,7 +109,7 @@ BAD_CALLS: dict[str, tuple[Any, Any, str, list[str]]] = {
 def test_a_bad_batch_or_function_is_named_at_the_first_step(tmp_path, case):
     """What cannot be meant is an error before the loss function is called."""
     batch, loss_fn, rule, words = BAD_CALLS[case]
-    guard = holdfast.Guard(tmp_path, save_interval_steps=None, **make())
+    guard = holdfast.Guard(tmp_path, save_interval_steps=None, micro_batch_size=4, **make())
     with refused(rule, *words):
         guard.step(batch, loss_fn)
     assert "split_refused" not in kinds_of(guard)

@@ -229,14 +229,21 @@ def test_the_failed_attempt_is_forgotten_before_the_next_one_begins(tmp_path):
     assert len(held) == 4
 
 
-def test_what_cannot_be_cut_is_said_at_the_first_step_and_not_at_the_first_out_of_memory(tmp_path, caplog):
-    """A ragged batch is an event and a warning before any memory is short, and training goes on."""
+UNCUTTABLE = {
+    "ragged": (nn.utils.rnn.pack_sequence([torch.ones(3, 6), torch.ones(2, 6)]), "batch[0] is a PackedSequence"),
+    "time first, targets flat": (torch.ones(5, 4, 6), "disagree on the number of samples: batch[0] (5, 4, 6)"),
+}
+
+
+@pytest.mark.parametrize("case", UNCUTTABLE)
+def test_what_cannot_be_cut_is_said_at_the_first_step_and_not_at_the_first_out_of_memory(tmp_path, caplog, case):
+    """Such a batch is an event and a warning before any memory is short, and training goes on."""
+    x, why = UNCUTTABLE[case]
     model = small_model()
     guard = guarded(tmp_path, model)
-    ragged = {"x": nn.utils.rnn.pack_sequence([torch.randn(3, 6), torch.randn(2, 6)])}
-    result = guard.step(ragged, lambda batch: model(batch["x"].data).square().mean())
+    result = guard.step((x, torch.ones(20)), lambda batch: model(x.data).square().mean() * batch[1].mean())
     said = the_event(guard, "cannot_split")
-    assert "batch['x'] is a PackedSequence" in said.data["why"]
+    assert why in said.data["why"]
     assert "split=" in said.data["fix"]
     assert "cannot_split" in caplog.text
     assert (result.micro_batch_size, result.skipped) == (None, False)

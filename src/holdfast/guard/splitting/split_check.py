@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -121,6 +121,13 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
     return replace(chosen, held=held, failed=failed, **{**together, **facts})
 
 
+class _Difference(NamedTuple):
+    """How far the parts of a batch are from the whole."""
+
+    of_gradients: float  # L2 norm, relative
+    of_losses: float  # relative
+
+
 @dataclass(slots=True, kw_only=True)
 class SplitCheck:
     """What is tried out."""
@@ -137,7 +144,6 @@ class SplitCheck:
     _draws: Draws | None = field(default=None, init=False)
     _buffers: BufferKeeper | None = field(default=None, init=False)
     _seen: tuple[bool, bool] = field(default=(False, False), init=False)  # declares items, changes its batch
-    _gap: float = field(default=0.0, init=False)  # relative difference of the losses in the newest comparison
     uneven: list[str] = field(default_factory=list)  # found: states that the parts leave otherwise than the whole
 
     def run(self, batch: Any, size: int) -> Verdict:
@@ -246,53 +252,51 @@ class SplitCheck:
             clear_exception_frames(failure)
         raise AssertionError
 
-    def _compare(self, window: Any, weightings: Sequence[Weighting], difference: _Difference) -> Verdict:
+    def _compare(self, window: Any, weightings: Sequence[Weighting], compare: _Compared) -> Verdict:
         """Compare these samples as a whole with all but one and the last one, by each weighting."""
-        found = self._compare_as_it_is(window, weightings, difference)
+        found = self._compare_as_it_is(window, weightings, compare)
         if found.draws != "unknown":
             return found
         with _modes(self.models.values(), nn.Module.modules):  # it may be drawn in training alone
-            found = self._compare_as_it_is(window, weightings, difference)
+            found = self._compare_as_it_is(window, weightings, compare)
         if found.outcome in ("exact", "random"):
             return replace(found, outcome="random", draws="own" if isinstance(self.loss_fn, TwoPass) else "unknown")
         return found
 
-    def _compare_as_it_is(self, window: Any, weightings: Sequence[Weighting], difference: _Difference) -> Verdict:
+    def _compare_as_it_is(self, window: Any, weightings: Sequence[Weighting], compare: _Compared) -> Verdict:
         self._draws = None if isinstance(self.loss_fn, TwoPass) else Draws(self._devices(), self._least_tolerance())
         try:
-            return self._compare_with(self._draws, window, weightings, difference)
+            return self._compare_with(self._draws, window, weightings, compare)
         except NotRepeatableError:
             self._draws = None
-            return self._compare_with(None, window, weightings, difference)
+            return self._compare_with(None, window, weightings, compare)
 
     def _compare_with(
-        self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], difference: _Difference
+        self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> Verdict:
         whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
-        by_samples = difference(self, whole, parts, SAMPLES, 0)
+        by_samples = compare(self, whole, parts, SAMPLES, 0)
         declared, changes = self._seen
-        if math.isnan(by_samples):
+        if math.isnan(by_samples.of_gradients):
             why = "its gradient is zero, or not finite"
             return Verdict(outcome="unknown", declared=declared, changes_batch=changes, why=why)
-        found: dict[Any, float] = {shares(SAMPLES, parts): by_samples}
-        fits: dict[Any, bool] = {shares(SAMPLES, parts): self._fits(by_samples)}
+        found: dict[Any, _Difference] = {shares(SAMPLES, parts): by_samples}
         weights = {} if declared else {each: shares(each, parts) for each in weightings}
         for each, weight in weights.items():
             if weight is not None and weight not in found:
-                found[weight] = difference(self, whole, parts, each, 0)
-                fits[weight] = self._fits(found[weight])
-        held = [each for each, weight in weights.items() if fits.get(weight)]
-        outcome: Outcome = "exact" if held or (declared and fits[shares(SAMPLES, parts)]) else "coupled"
+                found[weight] = compare(self, whole, parts, each, 0)
+        held = [each for each, weight in weights.items() if weight is not None and self._fits(found[weight])]
+        outcome: Outcome = "exact" if held or (declared and self._fits(by_samples)) else "coupled"
         why = ""
         drawn: Draw = "none" if draws is None or not draws.drew else "shared" if draws.shared else "own"
         if outcome == "exact" and drawn != "none":
             outcome = "random"
-        elif outcome == "coupled" and self._is_unrepeatable(draws, whole, difference):
+        elif outcome == "coupled" and self._is_unrepeatable(draws, whole, compare):
             drawn = "unknown"
             outcome, why = ("random", "") if declared else ("coupled", _NOT_REPEATABLE)
         return Verdict(
             outcome=outcome,
-            difference=found[weights[held[0]]] if held else by_samples,
+            difference=(found[weights[held[0]]] if held else by_samples).of_gradients,
             declared=declared,
             changes_batch=changes,
             why=why,
@@ -302,41 +306,41 @@ class SplitCheck:
             failed=tuple(each for each, weight in weights.items() if each not in held and weight is not None),
         )
 
-    def _fits(self, difference: float) -> bool:
-        fine = difference <= _SMALL or self._gap <= _SMALL_OF_LOSS
+    def _fits(self, found: _Difference) -> bool:
+        fine = found.of_gradients <= _SMALL or found.of_losses <= _SMALL_OF_LOSS
         measures = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE  # TF32 rounds by more
-        return difference <= self._least_tolerance() and (fine or not measures)
+        return found.of_gradients <= self._least_tolerance() and (fine or not measures)
 
-    def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, difference: _Difference) -> bool:
+    def _is_unrepeatable(self, draws: Draws | None, whole: _Parts, compare: _Compared) -> bool:
         """Say whether the whole differs from itself, so that parts that differ from it prove nothing."""
         if draws is not None and draws.outside_torch:
             return True
-        if isinstance(self.loss_fn, TwoPass) and not self._fits(difference(self, whole, whole, SAMPLES, 0)):
+        if isinstance(self.loss_fn, TwoPass) and not self._fits(compare(self, whole, whole, SAMPLES, 0)):
             raise RuntimeError("the outputs of a TwoPass draw from a generator of their own, which two passes share")
-        return not self._fits(difference(self, whole, whole, SAMPLES, 1))
+        return not self._fits(compare(self, whole, whole, SAMPLES, 1))
 
-    def _difference(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
-        """Return the relative L2 difference of the gradients; NaN if that of the whole is zero or not finite."""
+    def _difference(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> _Difference:
+        """Compare gradients and losses; NaN if the gradient of the whole is zero or not finite."""
         self._clear()
         self._begin(0, whole)
         expected = self._accumulate(whole, whole, SAMPLES)
         norm, left = self._norm(), self.states.now()
         if not math.isfinite(norm) or norm == 0:
-            return math.nan
+            return _Difference(math.nan, 0.0)
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = -parameter.grad
         self._begin(seed)
         found, tolerance = self._accumulate(parts, whole, weighting), self._least_tolerance()
-        self._gap = abs(found - expected) / (abs(expected) or 1.0)
         now = self.states.now()
         self.uneven.extend(name for name in left if not same(left[name], now[name], tolerance=tolerance))
-        return _finite_or_inf(self._norm() / norm)
+        of_losses = abs(found - expected) / (abs(expected) or 1.0)
+        return _Difference(_finite_or_inf(self._norm() / norm), of_losses)
 
-    def _difference_of_losses(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
-        """Return that of the losses: if samples are coupled, they differ too, but for rare constructions."""
+    def _difference_of_losses(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> _Difference:
+        """Compare losses in place of gradients: coupled samples change them too, but for rare constructions."""
         if isinstance(self.loss_fn, TwoPass):
-            return 0.0  # one loss of all samples, whatever the parts
+            return _Difference(0.0, 0.0)  # one loss of all samples, whatever the parts
 
         def value(parts: _Parts, weighting: Weighting) -> float:
             return math.fsum(float(loss.detach()) for loss in self._losses(parts, weighting, needs_graph=False))
@@ -345,10 +349,8 @@ class SplitCheck:
         expected = without_graph(lambda: value(whole, SAMPLES))
         self._begin(seed)
         found = without_graph(lambda: value(parts, weighting))
-        self._gap = 0.0
-        if not math.isfinite(expected):
-            return math.nan
-        return _finite_or_inf(abs(found - expected) / (abs(expected) or 1.0))
+        gap = _finite_or_inf(abs(found - expected) / (abs(expected) or 1.0))
+        return _Difference(gap if math.isfinite(expected) else math.nan, 0.0)
 
     def _accumulate(self, parts: _Parts, whole: _Parts, weighting: Weighting) -> float:
         """Add the gradient of the mean over these parts to ``.grad``, part by part; return that mean."""
@@ -457,7 +459,7 @@ class SplitCheck:
             parameter.grad = None
 
 
-_Difference: TypeAlias = Callable[[SplitCheck, _Parts, _Parts, Weighting, int], float]
+_Compared: TypeAlias = Callable[[SplitCheck, _Parts, _Parts, Weighting, int], _Difference]
 
 
 def _finite_or_inf(difference: float) -> float:
