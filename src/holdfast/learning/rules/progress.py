@@ -169,7 +169,8 @@ def _learning_rate_too_high(facts: Facts, say: Say) -> Iterator[Finding]:
     blown = len(early) == 30 and early[0] > 0 and max(early) > 10 * early[0]
     recovered = progress.baseline is not None and (progress.best or 0.0) < 0.3 * progress.baseline
     failed = progress.state in ("diverged", "constant") or (blown and not recovered)
-    if failed or (facts.broken and largest > 1):
+    bad_data = any(given.nonfinite for given in facts.inputs.values())
+    if failed or (facts.broken and largest > 1 and not bad_data):
         moved = f"in the first steps the weights moved by up to {largest:.2g} of their length at once"
         fix = "lower the learning rate: by 10 at first; momentum near 1 multiplies it too."
         yield say(f"{moved}, and the loss blew up", fix)
