@@ -137,7 +137,9 @@ def test_a_rollback_brings_the_device_back_to_a_copy_on_the_host(tmp_path) -> No
     """After a divergence the weights are those of a state that lay in host memory."""
     parts = make(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     model = parts["model"]
-    guard = holdfast.Guard(tmp_path, save_interval_steps=None, snapshot_interval_steps=50, **parts)
+    guard = holdfast.Guard(
+        tmp_path, save_interval_steps=None, snapshot_interval_steps=50, spike_action="roll_back", **parts
+    )
     kept = {}
     drawn = torch.Generator().manual_seed(0)
     for number in range(300):

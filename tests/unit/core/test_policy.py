@@ -92,7 +92,7 @@ def test_every_field_has_an_option_and_its_help_says_the_default() -> None:
             assert getattr(found, name) == value
     shown = parser.format_help()
     assert all("--" + name.replace("_", "-") in shown for name in _VALUES)
-    assert "(default: 'roll_back')" in " ".join(shown.split())
+    assert "(default: 'warn')" in " ".join(shown.split())
 
 
 def test_a_misspelt_name_is_refused_wherever_it_stands(monkeypatch: pytest.MonkeyPatch, policy_file: Path) -> None:
@@ -227,8 +227,8 @@ _CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         ({"rollback_lr_factor": 0.5, **never}, "rollback_lr_factor=0.5 in a run that never rolls back")
         for never in (
             {"spike_action": "skip", "nonfinite_patience": None},
-            {"spike_action": "warn", "max_rollbacks": 0},
-            {"objective": "adversarial", "max_rollbacks": 0},
+            {"max_rollbacks": 0},
+            {"spike_action": "roll_back", "objective": "adversarial", "max_rollbacks": 0},
         )
     ),
 ]
@@ -239,7 +239,7 @@ _AGREEMENTS: list[dict[str, Any]] = [
     {"drop_nonfinite_samples": True, "provenance": True},
     {"allow_split_with": ("buffers",), "micro_batch_size": 4},
     {"rollback_lr_factor": 0.5, "spike_action": "off"},
-    {"rollback_lr_factor": 0.5, "nonfinite_patience": None, "max_rollbacks": 0},
+    {"rollback_lr_factor": 0.5, "spike_action": "roll_back", "nonfinite_patience": None, "max_rollbacks": 0},
 ]
 
 

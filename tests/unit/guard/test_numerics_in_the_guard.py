@@ -56,7 +56,9 @@ def test_a_batch_far_out_is_skipped_without_a_trace_and_noted_in_the_checkpoint(
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
     batches = noisy_batches(202)
     batches[200] = (batches[200][0], batches[200][1] * 1e4)
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, scheduler=schedule, loader=batches)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, scheduler=schedule, loader=batches, spike_action="skip"
+    )
     seen: list[Any] = []
     for batch in guard.batches(max_epochs=1):
         before = digest(model, optimizer), copy.deepcopy(schedule.state_dict())
@@ -70,6 +72,23 @@ def test_a_batch_far_out_is_skipped_without_a_trace_and_noted_in_the_checkpoint(
     assert "skip_step" in kinds(guard)
 
 
+def test_a_task_that_changes_is_warned_of_and_trains_as_the_bare_loop_does(tmp_path):
+    """A healthy run whose loss jumps for good loses no batch, and is not ended: by default nothing is acted on."""
+    batches = [(x, y if at < 200 else 100 - y) for at, (x, y) in enumerate(noisy_batches(260))]
+    bare, optimizer = regression()
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(bare)(batch).backward()
+        optimizer.step()
+    expected = digest(bare, optimizer)
+    model, optimizer = regression()
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches)
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+    assert "spike" in kinds(guard)
+    assert same(expected, digest(model, optimizer))
+
+
 @pytest.mark.parametrize("factor", [None, 0.5])
 def test_weights_that_were_damaged_are_rolled_back_to_a_copy_in_memory(tmp_path, factor):
     """A blown-up weight brings back the copy from before, and the batches go on; rates are lowered only if asked."""
@@ -79,6 +98,7 @@ def test_weights_that_were_damaged_are_rolled_back_to_a_copy_in_memory(tmp_path,
     guard = holdfast.Guard(
         tmp_path, model=model, optimizer=optimizer, scheduler=schedule, loader=noisy_batches(400),
         save_interval_steps=None, snapshot_interval_steps=50, clock=FakeClock(), rollback_lr_factor=factor,
+        spike_action="roll_back",
     )  # fmt: skip
     good: list[torch.Tensor] = []
     returned = []
@@ -104,7 +124,9 @@ def test_a_run_that_runs_away_again_and_again_ends_with_a_verdict(tmp_path):
     """A rate that is far too high brings rollbacks, then DivergenceError with the way out; the checkpoint is good."""
     model, optimizer = regression()
     batches = noisy_batches(2000)
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=50)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=50, spike_action="roll_back"
+    )
     with pytest.raises(DivergenceError, match=r"(?s)max_rollbacks=2.*H503"):
         for batch in guard.batches(max_epochs=1):
             if guard.global_step >= 120:

@@ -147,9 +147,10 @@ class Policy:
     """Returns to a checkpoint in a row before the run stops. A row ends ``nonfinite_patience`` steps beyond the
     step that the last return came from."""
 
-    spike_action: SpikeAction = "roll_back"
+    spike_action: SpikeAction = "warn"
     """The strongest answer to a loss and gradient norm that stand far out: ``"off"``; ``"warn"``; ``"skip"`` such
-    steps; ``"roll_back"`` to the last good state when they persist, and pass over the batches that led there."""
+    steps; ``"roll_back"`` to the last good state when they persist, and pass over the batches that led there. Not by
+    default: a new task, or a term of the loss that sets in, looks the same."""
 
     spike_clip: bool = False
     """Whether a gradient whose norm stands out, though not far, is scaled down to the usual norm. This acts on

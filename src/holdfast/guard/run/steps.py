@@ -182,7 +182,7 @@ class Recovery:
                 reason,
                 limit=f"max_rollbacks={self._policy.max_rollbacks} are spent",
                 fix="lower the learning rate (rollback_lr_factor), set max_grad_norm, lengthen the warm-up, or pass "
-                'spike_action="warn" if the loss is meant to jump; the newest checkpoint is from before.',
+                'leave spike_action at "warn" if the loss is meant to jump; the newest checkpoint is from before.',
                 rule="H503",
             )
         spent = f"nonfinite_patience={self._policy.nonfinite_patience} and max_rollbacks={self._policy.max_rollbacks}"
