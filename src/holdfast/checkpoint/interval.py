@@ -87,9 +87,10 @@ class IntervalChooser:
         since = self._began if self._tried is None else max(self._began, self._tried)
         if self._most_minutes is not None and seconds - since >= 60 * self._most_minutes:
             return True
+        if not early or seconds - since < max(EARLY_SECONDS, since - self._began):
+            return False
         known = [cost for cost, _ in self.costs] or [cost for cost, _ in filter(None, [self._first])]
-        least = max(EARLY_SECONDS, _EARLY_COSTS * statistics.median(known) if known else 0.0)
-        return early and seconds - since >= max(least, since - self._began)
+        return seconds - since >= (_EARLY_COSTS * statistics.median(known) if known else 0.0)
 
     def resumes(self, seconds: float) -> None:
         """Note that training goes on after something that is no part of a step, such as a stall."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from holdfast.core.events import run_events
@@ -88,7 +89,8 @@ class Diagnosis:
         if self._observer is None:
             return
         last = self._newest_batch() if self._newest_batch is not None else None
-        first = next(iter(tensors_in(batch)), batch)
+        plain = type(batch) in (list, tuple) and batch and isinstance(batch[0], Tensor)
+        first = batch[0] if plain else next(iter(tensors_in(batch)), batch)
         with contextlib.suppress(TypeError):  # a list without tensors takes no weak reference
             self._newest_batch = weakref.ref(first)
         self._observer.mode.loaded = not again and first is not last
@@ -96,6 +98,16 @@ class Diagnosis:
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a forward and backward pass."""
         return contextlib.nullcontext() if self._observer is None else self._observer.begin_step()
+
+    def before_step(self, name: str) -> None:
+        """Take in that an optimizer is about to step."""
+        if self._observer is not None:
+            self._observer.before_step(name)
+
+    def after_step(self, name: str) -> None:
+        """Take in that an optimizer has stepped."""
+        if self._observer is not None:
+            self._observer.after_step(name)
 
     def step_ended(self, outcome: Outcome, names: Sequence[str], reason: str | None) -> None:
         """Take in how a step of these optimizers ended.

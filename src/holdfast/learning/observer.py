@@ -88,7 +88,8 @@ class Observer:
         frozen: Shell patterns of names of parameters that are meant not to learn.
         ignore: Rules that shall be silent.
         compiled: Whether a model is compiled, so that only what the optimizers see is observed; see `EagerHooks`.
-        guided: Whether every pass of training is inside `begin_step`, and losses are given to `end_step`.
+        guided: Whether every pass of training is inside `begin_step`, each step of an optimizer between `before_step`
+            and `after_step`, and losses are given to `end_step`.
     """
 
     def __init__(
@@ -130,8 +131,9 @@ class Observer:
         """Begin to observe, after making an observer or after `close`."""
         for name, each in self._optimizers.items():
             each.open()
-            self._step_hooks.append(each.optimizer.register_step_pre_hook(partial(self._before, name)))
-            self._step_hooks.append(each.optimizer.register_step_post_hook(partial(self._after, name)))
+            if not self._guided:
+                self._step_hooks.append(each.optimizer.register_step_pre_hook(partial(self._on_step, name)))
+                self._step_hooks.append(each.optimizer.register_step_post_hook(partial(self._on_stepped, name)))
         if not self._guided:
             self.hooks.keep(self._hook_inputs())
 
@@ -168,12 +170,12 @@ class Observer:
             return False
         return is_sampled(self._ticks, len(self._optimizers))
 
-    @contextlib.contextmanager
-    def begin_step(self) -> Iterator[None]:
+    def begin_step(self) -> contextlib.AbstractContextManager[None]:
         """Observe the forward and backward passes inside, if this step is sampled; may be entered several times."""
-        if not self.due():
-            yield
-            return
+        return self._seeing() if self.due() else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _seeing(self) -> Iterator[None]:
         self.look()
         try:
             self.hooks.enter_mode()
@@ -248,15 +250,23 @@ class Observer:
     # --- optimizer steps ------------------------------------------------------------------------------------
 
     @_harmless
-    def _before(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if is_symbolic() or makes_state(optimizer):
-            return
+    def _on_step(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not (is_symbolic() or makes_state(optimizer)):
+            # The arguments of step() as torch passes them on: the optimizer itself comes first.
+            self.before_step(name, closure=any(given is not None for given in (kwargs.get("closure"), *args[1:])))
+
+    @_harmless
+    def _on_stepped(self, name: str, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not (is_symbolic() or makes_state(optimizer)):
+            self.after_step(name)
+
+    @_harmless
+    def before_step(self, name: str, *, closure: bool = False) -> None:
+        """Take in that an optimizer is about to step; called by torch's hook, or by whoever guides the observer."""
         each = self._optimizers[name]
-        # The arguments of step() as torch passes them on: the optimizer itself comes first.
-        closure = any(given is not None for given in (kwargs.get("closure"), *args[1:]))
         each.begin_step(closure=closure)
         for scheduler in self._schedulers.values():
-            if getattr(scheduler.scheduler, "optimizer", optimizer) is optimizer:
+            if getattr(scheduler.scheduler, "optimizer", each.optimizer) is each.optimizer:
                 scheduler.note_step()
         if not self._sampled:
             return
@@ -267,9 +277,8 @@ class Observer:
                 each.note_gradients(self._layers.before_step(name, each.parameters()))
 
     @_harmless
-    def _after(self, name: str, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if is_symbolic() or makes_state(optimizer):
-            return
+    def after_step(self, name: str) -> None:
+        """Take in that an optimizer has stepped."""
         each, moved = self._optimizers[name], False
         self._facts.backwards_since_step = 0
         if self._sampled and not each.known.closure:

@@ -76,16 +76,15 @@ _INSTANCE: Any = random._inst  # the generator behind random.random()
 _seen_python: tuple[Any, Any] = (None, None)
 
 
-def _raw_python_state() -> bytes:
-    """Return the memory of python's global generator: its position and 624 words, after the object's header."""
-    return ctypes.string_at(id(_INSTANCE) + object.__basicsize__, _MT19937_BYTES)
+# The memory of python's global generator: its position and 624 words, after the object's header.
+_python_memory = (ctypes.c_char * _MT19937_BYTES).from_address(id(_INSTANCE) + object.__basicsize__)
 
 
 def _layout_is_known() -> bool:
     """Say whether that memory is what `random.getstate` shows, as in every CPython so far."""
     if sys.implementation.name != "cpython" or type(_INSTANCE).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
         return False
-    words = struct.unpack("=I624I", _raw_python_state())
+    words = struct.unpack("=I624I", _python_memory.raw)
     return bool((*words[1:], words[0]) == random.getstate()[1])
 
 
@@ -94,7 +93,7 @@ def _python_state() -> Any:
     global _seen_python
     if not _READS_RAW:
         return random.getstate()
-    key = _raw_python_state(), _INSTANCE.gauss_next
+    key = _python_memory.raw, _INSTANCE.gauss_next
     if key != _seen_python[0]:
         _seen_python = key, random.getstate()
     return _seen_python[1]
@@ -102,6 +101,7 @@ def _python_state() -> Any:
 
 _READS_RAW = _layout_is_known()
 _seen: tuple[bytes, Any] = (b"", None)
+_numpy_memory: tuple[Any, Any] = (None, None)  # the generator, and where its words are
 
 
 def _numpy_state() -> Any:
@@ -109,11 +109,13 @@ def _numpy_state() -> Any:
 
     The raw memory misses the second half of a pair of normal numbers, so a state that holds one is always read anew.
     """
-    global _seen
+    global _seen, _numpy_memory
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return np.random.get_state(legacy=False)
-    raw = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    if generator is not _numpy_memory[0]:
+        _numpy_memory = generator, (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address)
+    raw = _numpy_memory[1].raw
     seen_raw, seen_state = _seen
     holds_normal = seen_state is not None and seen_state[3]
     if raw != seen_raw or holds_normal:

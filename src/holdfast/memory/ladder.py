@@ -125,7 +125,8 @@ class MemoryLadder:
             self._clean_steps = 0
             return None
         self._clean_steps += 1
-        if self._clean_steps < self._wait:
+        is_largest = self.plan.micro_batch_size == self._largest and self.plan.recompute == self._always_recompute
+        if self._clean_steps < self._wait or is_largest:
             return None
         larger = self._larger(max(batch_size, self._tight_batch))
         if larger == self.plan:

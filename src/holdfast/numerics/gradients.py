@@ -81,16 +81,20 @@ def _summarise(
     sizes = [len(group.parameters) for group in groups]
     wide = torch.float64 if each.device.type != "mps" else torch.float32
     total = torch.linalg.vector_norm(each)
-    parts = [torch.linalg.vector_norm(part) for part in torch.split(each, sizes)] if len(groups) > 1 else [total]
-    read = torch.stack([value.to(each.device, wide) for value in (total, loss, *parts, *along)]).tolist()
+    parts = [torch.linalg.vector_norm(part) for part in torch.split(each, sizes)] if len(groups) > 1 else []
+    values = (total, loss, *parts, *along)
+    if all(value.device.type == "cpu" for value in values):
+        read = [value.item() for value in values]
+    else:  # in one sync
+        read = torch.stack([value.to(each.device, wide) for value in values]).tolist()
     total_norm, loss_value, *others = read
     facts = GradientFacts(
-        norms={group.name: norm for group, norm in zip(groups, others, strict=False)},
+        norms={group.name: norm for group, norm in zip(groups, others[: len(parts)] or [total_norm], strict=True)},
         total=total_norm,
         loss=loss_value,
         overflowed=False,
         nonfinite=not (math.isfinite(total_norm) and math.isfinite(loss_value)),
-        along=tuple(others[len(groups) :]),
+        along=tuple(others[len(parts) :]),
     )
     return facts, each
 
@@ -124,15 +128,18 @@ def clip(
         clip_by: The scope of a norm.
         order: For ``"global"``, indices into `each` in the order in which the norms are added up; None: as they are.
     """
+    if clip_by == "global":
+        parameters = [parameter for group in groups for parameter in group.parameters]
+        norm = torch.linalg.vector_norm(each if order is None else each[order])
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        return
     scopes: dict[str, list[tuple[Group, torch.Tensor]]] = {}
     for group, norms in zip(groups, torch.split(each, [len(group.parameters) for group in groups]), strict=True):
-        scope = {"global": "", "optimizer": group.optimizer, "group": group.name}[clip_by]
-        scopes.setdefault(scope, []).append((group, norms))
+        scopes.setdefault(group.optimizer if clip_by == "optimizer" else group.name, []).append((group, norms))
     for members in scopes.values():
         parameters = [parameter for group, _ in members for parameter in group.parameters]
         if parameters:
-            norms = torch.cat([norms for _, norms in members])
-            norm = torch.linalg.vector_norm(norms if order is None or clip_by != "global" else norms[order])
+            norm = torch.linalg.vector_norm(torch.cat([norms for _, norms in members]))
             clip_grads_with_norm_(parameters, max_norm, norm)
 
 

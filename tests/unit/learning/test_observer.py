@@ -38,8 +38,14 @@ def guided_step(observer: Observer, model: nn.Module, optimizer: torch.optim.Opt
             loss = F.cross_entropy(model(x), y)
             (loss / parts).backward()
             losses.append(loss.item())
-    optimizer.step()
+    stepped(observer, optimizer)
     return observer.end_step(sum(losses) / parts)
+
+
+def stepped(observer: Observer, optimizer: torch.optim.Optimizer) -> None:
+    observer.before_step("optimizer")
+    optimizer.step()
+    observer.after_step("optimizer")
 
 
 def test_the_first_steps_are_observed_and_later_one_in_ten() -> None:
@@ -105,7 +111,7 @@ def test_facts_and_state_are_plain_data() -> None:
     for _ in range(12):
         with observer.begin_step():
             F.cross_entropy(model(X), Y).backward()  # never cleared
-        optimizer.step()
+        stepped(observer, optimizer)
         found += observer.end_step(1.5)
     observer.validated(0.5)
     json.dumps(asdict(observer.facts()))
@@ -121,7 +127,7 @@ def test_facts_and_state_are_plain_data() -> None:
     for _ in range(12):
         with again.begin_step():
             F.cross_entropy(model(X), Y).backward()
-        optimizer.step()
+        stepped(again, optimizer)
         told += again.end_step(1.5)
     assert told == []
     assert [finding.rule for finding in again.findings()] == ["H811"]

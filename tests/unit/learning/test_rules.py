@@ -114,7 +114,7 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
     ("H825", True, {**UNLEARNT, "layers": {"a": replace(LAYER, largest_ratio=4.0)}},
      {"layers": {"a": replace(LAYER, largest_ratio=4.0)}}),
     ("H825", True, optimizer(nonfinite_losses=1) | {"layers": {"a": replace(LAYER, largest_ratio=4.0)}},
-     optimizer(nonfinite_losses=1) | part("input")(nonfinite=1) | {"layers": {"a": replace(LAYER, largest_ratio=4.0)}}),
+     with_(optimizer(nonfinite_losses=1), input={"nonfinite": 1}, layers={"a": replace(LAYER, largest_ratio=4.0)})),
     ("H826", True, optimizer(losses=RISING), {"objective": "adversarial"} | optimizer(losses=RISING)),
     ("H827", False, optimizer(losses=[*STILL[:150], (150, 400.0), *STILL[151:]]), {}),
     ("H832", True, optimizer(losses=STILL) | site(baseline=None), site(baseline=None)),

@@ -136,11 +136,13 @@ class Loop:
         refused = saving.take_refusal()  # of a save that was begun some steps ago
         if refused is None:
             self._session.keep_snapshot()
-            if saving.is_due and self._session.is_calm:
+            if not saving.is_due:
+                return
+            if self._session.is_calm:
                 self._postponed = False
                 saving.save_when_due()
                 refused = saving.take_refusal()
-            elif saving.is_due and not self._postponed:
+            elif not self._postponed:
                 self._record.emit(
                     run_events.SavePostponed(why="loss or gradient norm stand out; until that is settled")
                 )

@@ -80,17 +80,16 @@ def returning_a_loss(optimizers: Iterable[Optimizer], parameters: Sequence[torch
                 attributes["step"] = own
     after = _marks(parameters)
     if after != before:
-        emptied = any(now is None and was is not None for now, was in zip(after, before, strict=True))
-        raise called_inside("zero_grad" if emptied else "backward")
+        raise called_inside("zero_grad" if len(after) < len(before) else "backward")
 
 
 def _refuse_step(*_: Any, **__: Any) -> NoReturn:
     raise called_inside("step")
 
 
-def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int] | None]:
-    """Return which gradient each parameter has, and how often it was changed in place."""
-    return [None if (gradient := p.grad) is None else (id(gradient), gradient._version) for p in parameters]
+def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return which gradients there are, in order, and how often each was changed in place."""
+    return [(id(gradient), gradient._version) for p in parameters if (gradient := p.grad) is not None]
 
 
 @contextlib.contextmanager
@@ -159,11 +158,16 @@ def _described(value: Any, depth: int) -> str:
         return _with(_described(value.__func__, depth), [value.__self__], depth)
     code = getattr(value, "__code__", None)
     if code is not None:
-        mark = zlib.crc32(code.co_code + repr(code.co_names).encode())  # of two lambdas in one line
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         bound = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return _with(f"{code.co_qualname}:{code.co_firstlineno}:{mark:x}", bound, depth)
+        return _with(_name_of(code), bound, depth)
     return _with(type(value).__qualname__, vars(value).values() if hasattr(value, "__dict__") else (), depth)
+
+
+@functools.lru_cache(maxsize=256)
+def _name_of(code: types.CodeType) -> str:
+    mark = zlib.crc32(code.co_code + repr(code.co_names).encode())  # of two lambdas in one line
+    return f"{code.co_qualname}:{code.co_firstlineno}:{mark:x}"
 
 
 def _with(name: str, bound: Iterable[Any], depth: int) -> str:

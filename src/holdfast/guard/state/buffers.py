@@ -61,6 +61,8 @@ class BufferKeeper:
         Cost: one fused copy of the mutable buffers; no sync.
         """
         self.states.keep()
+        if not self._mutable and not self._constant:
+            return
         now = [place.now() for place in self._mutable]
         self._note_versions()
         same = len(now) == len(self._before) and all(

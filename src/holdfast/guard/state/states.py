@@ -31,9 +31,10 @@ class FrozenParameters:
         self._all = [(f"{name}.{key}", p) for name, model in models.items() for key, p in model.named_parameters()]
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
-    def choose(self) -> None:
-        """Take those that are frozen now; a loss function may freeze others."""
-        self._frozen = [(name, p) for name, p in self._all if not p.requires_grad]
+    def choose(self) -> bool:
+        """Take those that are frozen now, if any; a loss function may freeze others."""
+        self._frozen = [named for named in self._all if not named[1].requires_grad]
+        return bool(self._frozen)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return them by name, as they are in memory."""
@@ -112,8 +113,9 @@ class _Kept:
         if self.untouched and not due:
             return
         with contextlib.suppress(Exception):  # an object that cannot say or copy its state: nothing is promised
-            if isinstance(self.stateful, FrozenParameters):
-                self.stateful.choose()
+            if isinstance(self.stateful, FrozenParameters) and not self.stateful.choose():
+                self._copy = ({},)
+                return
             tree = self.stateful.state_dict()
             self._large = not self._every and not is_small(tree, most_entries=_SMALL_ENTRIES, most_bytes=_SMALL_BYTES)
             if self.untouched:

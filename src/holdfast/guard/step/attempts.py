@@ -88,8 +88,9 @@ class Attempts:
         size = self.safety.size_of(batch, split)
         self.buffers.keep()
         tensors = tensors_in(batch)
-        held = (p for name in names for group in self._parts.optimizers[name].param_groups for p in group["params"])
-        parameters = list(dict.fromkeys(held))  # two optimizers may hold the same one
+        parameters = [p for name in names for g in self._parts.optimizers[name].param_groups for p in g["params"]]
+        if len(names) > 1:
+            parameters = list(dict.fromkeys(parameters))  # two optimizers may hold the same one
         for parameter in parameters:
             parameter.grad = None
         return Work(
@@ -107,7 +108,7 @@ class Attempts:
 
     def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return where gradients may go, or None if backward reaches nothing else anyway."""
-        key = [id(p) for p in parameters]
+        key = list(map(id, parameters))
         if key != self._stepped_last:
             mine = set(key)
             self._stepped_last, self._others = key, [p for p in self._all_parameters if id(p) not in mine]
@@ -209,8 +210,11 @@ class Attempts:
         self._check_recompute()
         wanted = () if not plan.recompute or self.compiled else plan.recompute
         active = {name: self._modules[name] for name in wanted if name in self._modules}
-        new = [block for name, block in active.items() if verify and name not in self._verified]
-        with recomputing(list(active.values()), lambda: capture(self._devices), restore, verify=new):
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if active:
+            new = [block for name, block in active.items() if verify and name not in self._verified]
+            context = recomputing(list(active.values()), lambda: capture(self._devices), restore, verify=new)
+        with context:
             passed = self._passed(work, plan, drops=drops)
         self._check_recompute()  # again: it may have been compiled just now
         return passed
@@ -256,8 +260,10 @@ class Attempts:
         found, seen = [], set[torch.Tensor]()
         for name in names:
             for index, group in enumerate(self._parts.optimizers[name].param_groups):
-                own = [p for p in group["params"] if p.grad is not None and p not in seen]
-                seen.update(own)
+                own = [p for p in group["params"] if p.grad is not None]
+                if len(names) > 1:  # two optimizers may hold the same one
+                    own = [p for p in own if p not in seen]
+                    seen.update(own)
                 found.append(Group(f"{name}.{group.get('name', index)}", name, own))
         return found
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,8 +111,11 @@ class StepEngine:
         attempt = self.attempt(work)
         if attempt.facts.nonfinite:
             return self.skip(work, attempt)
-        with self._taken_back_on_error(work):
+        try:
             ruling = judge(attempt)
+        except BaseException as error:
+            self._undo(work, error)
+            raise
         if ruling.decision is not None:
             self.take_back(work)
             return self._outcome(work, attempt, decision=ruling.decision)
@@ -128,8 +131,11 @@ class StepEngine:
 
     def attempt(self, work: Work) -> Attempt:
         """Make attempts until one fits into memory; its gradients are there. An error takes the step back."""
-        with self._taken_back_on_error(work):
+        try:
             return self._attempt_until_it_fits(work)
+        except BaseException as error:
+            self._undo(work, error)
+            raise
 
     def take_back(self, work: Work) -> None:
         """Leave no trace of a step."""
@@ -169,12 +175,15 @@ class StepEngine:
 
     def commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
         """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`."""
-        with self._taken_back_on_error(work):
-            self._clip(attempt.groups, attempt.norms, tighter)
+        try:
+            self._clip(attempt.groups, attempt.norms, attempt.facts.total, tighter)
             outcome = self._outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
             self.attempts.learn(work)  # before a weight moves: what fails here can still be taken back
+        except BaseException as error:
+            self._undo(work, error)
+            raise
         self.state.commit()
         try:
             self._step_optimizers(work.names, outcome)
@@ -191,16 +200,12 @@ class StepEngine:
         """Note that all that belongs to a committed step is done: it is counted, and schedules have advanced."""
         self.state.committed()
 
-    @contextlib.contextmanager
-    def _taken_back_on_error(self, work: Work) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if is_sticky(error):
-                self.state.spoil()
-                raise _dead_device(error) from error
-            self.take_back(work)
-            raise
+    def _undo(self, work: Work, error: BaseException) -> None:
+        """Leave no trace of a step that an error ends."""
+        if is_sticky(error):
+            self.state.spoil()
+            raise _dead_device(error) from error
+        self.take_back(work)
 
     # --- attempts ---------------------------------------------------------------------------------------------
 
@@ -321,19 +326,22 @@ class StepEngine:
             **{"committed": False, **facts},
         )
 
-    def _clip(self, groups: Sequence[Group], norms: torch.Tensor, tighter: float | None = None) -> None:
+    def _clip(self, groups: Sequence[Group], norms: torch.Tensor, total: float, tighter: float | None = None) -> None:
         if self.policy.adaptive_clip_factor is not None:
             norms = clip_adaptively(groups, norms, self.policy.adaptive_clip_factor)
-        usual, order = self.policy.max_grad_norm, self._model_order.of(groups, norms.device)
-        if tighter is not None and (usual is None or tighter < usual):
-            clip(groups, norms, tighter, "global", order)
-        elif usual is not None:
-            clip(groups, norms, usual, self.policy.clip_by, order)
+        limit, clip_by = self.policy.max_grad_norm, self.policy.clip_by
+        if tighter is not None and (limit is None or tighter < limit):
+            limit, clip_by = tighter, "global"
+        # Well below the limit every factor is exactly 1.
+        if limit is not None and total > 0.99 * limit - 1e-5:
+            clip(groups, norms, limit, clip_by, self._model_order.of(groups, norms.device))
 
     def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:
         for name in names:
             try:
+                self.diagnosis.before_step(name)
                 self.parts.optimizers[name].step()
+                self.diagnosis.after_step(name)
                 self.attempts.drop_unused_state(name)
                 continue
             except Exception as error:
@@ -367,7 +375,8 @@ class StepEngine:
         def clip_as_the_run() -> None:
             groups = [group for group in self.attempts.groups(names) if group.parameters]
             if groups:
-                self._clip(groups, inspect(groups, groups[0].parameters[0].new_zeros(()))[1])
+                facts, norms = inspect(groups, groups[0].parameters[0].new_zeros(()))
+                self._clip(groups, norms, facts.total)
 
         kept = self._safety.keeper()  # where it is tried in place, the loss function also changes registered state
         kept.keep()
