@@ -372,3 +372,24 @@ def test_rows_of_numpy_are_split_if_items_are_declared(tmp_path):
 
     _, _, said = step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
     assert (said["split_check"]["outcome"], said["split_promise"]) == ("random", "changes training")
+
+
+def test_a_part_without_anything_to_count_is_tried_before_it_is_left_out(tmp_path):
+    """The loss of a detector is over its positives; images without any count all the same."""
+    model = nn.Linear(5, 3).double()
+
+    def loss(batch):
+        return errors(model, batch[0]).sum() / batch[1].sum().clamp(min=1)
+
+    positives = torch.ones(10, 6, dtype=torch.long)
+    positives[:, 3:] = 0
+    with guarded(tmp_path, model, micro_batch_size=2) as guard:
+        guard.step((X, positives), loss)  # as many in each image: a mean over images
+        some = positives.clone()
+        some[1, 0] = 0
+        guard.step((X, some), loss)
+        some[8:] = 0
+        before = model.weight.detach().clone()
+        with pytest.raises(holdfast.BatchError, match="H207"):
+            guard.step((X, some), loss)
+        assert torch.equal(before, model.weight)

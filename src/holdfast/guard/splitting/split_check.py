@@ -28,7 +28,14 @@ from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
 from holdfast.guard.splitting.draws import Draws, NotRepeatableError
 from holdfast.guard.splitting.loss_functions import Called, CalledInsideError, find_side_effects
 from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
-from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings, shares
+from holdfast.guard.splitting.weighting import (
+    SAMPLES,
+    Weighting,
+    disagreement,
+    find_weightings,
+    shares,
+    with_an_empty_one,
+)
 from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.guard.state.states import StateKeeper
 from holdfast.guard.state.trees import same
@@ -47,6 +54,7 @@ _HALF_TOLERANCE = 5e-2
 _SMALL, _SMALL_OF_LOSS = 2e-5, 3e-6
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
+_MOST_EMPTY, _MOST_ONE_BY_ONE = 2, 256
 _LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
 _NOT_REPEATABLE = (
     "called again, the loss gives another gradient: it carries state, or its random numbers cannot be given to parts "
@@ -160,6 +168,7 @@ class SplitCheck:
         with _modes(self.models.values(), mixing_layers), _plain_attention(self._devices()), torch.enable_grad():
             found = self._through(windows, weightings)
             if not callable(self.split):
+                found += self._with_an_empty_sample(batch, size, weightings)
                 found += self._of_one_label(windows[0], batch, weightings)
         self._begin(0)
         changed_buffer = changed_buffer or next(iter(self.uneven), "")
@@ -202,6 +211,15 @@ class SplitCheck:
             if len(alive) > 1 and telling and max(telling) > TELLING:
                 left.append(others.pop(telling.index(max(telling))))
         return found
+
+    def _with_an_empty_sample(self, batch: Any, size: int, weightings: Sequence[Weighting]) -> list[Verdict]:
+        """Compare three samples and one that holds nothing to count: it may have a loss all the same."""
+        one_by_one = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
+        chosen = [tuple(with_an_empty_one(weighting, one_by_one, _SAMPLES)) for weighting in weightings]
+        return [
+            self._compare_if_it_fits(select(batch, size, places, self.split), weightings)
+            for places in list(dict.fromkeys(filter(None, chosen)))[:_MOST_EMPTY]
+        ]
 
     def _of_one_label(self, window: Any, batch: Any, weightings: Sequence[Weighting]) -> list[Verdict]:
         """Compare these samples as if all had the rarest label of the batch, which 4 samples seldom show."""

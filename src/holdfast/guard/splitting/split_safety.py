@@ -37,7 +37,13 @@ from holdfast.guard.splitting.split_check import (
     merged,
     mixing_layers,
 )
-from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings
+from holdfast.guard.splitting.weighting import (
+    SAMPLES,
+    Weighting,
+    disagreement,
+    find_weightings,
+    with_an_empty_one,
+)
 from holdfast.guard.splitting.window import Window, largest_of
 from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.guard.state.states import StateKeeper, kept_states
@@ -61,6 +67,7 @@ class _Known:
     steps: int = 0
     split_steps: int = 0
     telling_steps: int = 0
+    tried_empty: bool = False  # a part that holds nothing of what the mean is over
     said: tuple[str, str] | Weighting | None = None
     settled: bool = False
     side_effects: tuple[str, ...] | None = None
@@ -117,14 +124,18 @@ class SplitSafety:
             )
         return size
 
-    def check(self, work: Work, *, splits_now: bool) -> tuple[bool, bool]:
+    def check(self, work: Work, part: int | None) -> tuple[bool, bool]:
         """Find out about a loss function, and say at its first step what cannot be promised.
+
+        Args:
+            work: The step.
+            part: Samples of the parts that its batch is cut into now; None: it is not.
 
         Returns:
             Whether it was tried out in this process, so that buffers and random state are to be put back; and
             whether this batch may be cut.
         """
-        known = self._of(work.loss_fn)
+        known, splits_now = self._of(work.loss_fn), part is not None
         known.steps += 1
         known.split_steps += splits_now
         if not splits_now and known.settled:
@@ -135,6 +146,10 @@ class SplitSafety:
         if splits_now and not due and self._tells_apart(known, work):
             known.telling_steps += 1
             due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
+        if part is not None and not known.tried_empty and not callable(work.split) and size is not None:
+            cut = micro_batches(largest_of(work.batch, work.split), size, part, work.split)
+            known.tried_empty = bool(with_an_empty_one(known.chosen(), cut, 2))
+            due = due or known.tried_empty
         # The batches of a window are weighted whether one of them is cut or not.
         weighs = isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
         if due and asked is not None and (forks or splits_now or weighs) and size is not None and size > 1:

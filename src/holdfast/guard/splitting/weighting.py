@@ -130,6 +130,14 @@ def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[floa
     return tuple(count / total for count in counts) if total > 0 else None
 
 
+def with_an_empty_one(weighting: Weighting, parts: Sequence[tuple[Any, int]], most: int) -> list[int]:
+    """Return the numbers of at most so many parts, the last of which holds nothing of this; none if all hold some."""
+    weights = shares(weighting, parts) or ()
+    if 0.0 not in weights:
+        return []
+    return [*[number for number, weight in enumerate(weights) if weight][: most - 1], weights.index(0.0)]
+
+
 def disagreement(weightings: Sequence[Weighting], parts: Sequence[tuple[Any, int]]) -> float:
     """Return how far weightings differ in the weight of any part: 0 to 1. A sum always differs, and is left out."""
     found = [shares(weighting, parts) for weighting in weightings if weighting.kind != "sum"]

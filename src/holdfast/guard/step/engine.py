@@ -210,8 +210,9 @@ class StepEngine:
     # --- attempts ---------------------------------------------------------------------------------------------
 
     def _attempt_until_it_fits(self, work: Work) -> Attempt:
-        splits = work.size is not None and self.ladder.plan.samples(work.size) < work.size
-        tried_here, may_split = self._safety.check(work, splits_now=splits)
+        part = None if work.size is None else self.ladder.plan.samples(work.size)
+        splits = part is not None and part < (work.size or 0)
+        tried_here, may_split = self._safety.check(work, part if splits else None)
         if tried_here:
             self.attempts.restore(work)
         if splits and not may_split:
