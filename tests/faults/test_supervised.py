@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.control_groups import group_folders
+from holdfast.explain.collecting import collect
+from holdfast.explain.judging import judge
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import ATTEMPT_VARIABLE
 from holdfast.supervise.process_tree import marked_processes, read_process
@@ -412,6 +414,10 @@ def test_a_signal_between_two_attempts_ends_the_wait(supervise):
     assert code == 137
     assert "a signal asked to end" in err
     assert len(run.events("attempt_started")) == 1
+    # The start that was announced is no attempt: `holdfast explain` judges the one that there was, as the run did.
+    assert (
+        judge(collect(run.folder)).cause == json.loads((run.folder / "verdict.json").read_text())["cause"] == "H1602"
+    )
 
 
 def test_the_same_death_at_the_same_step_is_the_last(supervise):

@@ -123,7 +123,9 @@ class _Attempt:
     def __init__(self, recordings: Recordings, attempt: int | None) -> None:
         self._recordings = recordings
         self._all = recordings.supervisor()
-        numbers = [n for event in self._all if (n := _attempt_of(event)) is not None]
+        # A restart that was announced is no attempt yet: only where the supervisor was killed in the wait before it.
+        started = [each for each in self._all if each.kind != "restart" or recordings.lost() is not None]
+        numbers = [n for event in started if (n := _attempt_of(event)) is not None]
         self._number = attempt if attempt is not None else max(numbers, default=0)
         if self._number not in (numbers or [0]):
             raise PolicyError(
