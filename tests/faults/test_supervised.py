@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.control_groups import group_folders
+from holdfast.explain.collecting import collect
+from holdfast.explain.judging import judge
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import ATTEMPT_VARIABLE
 from holdfast.supervise.process_tree import marked_processes, read_process
@@ -412,6 +414,10 @@ def test_a_signal_between_two_attempts_ends_the_wait(supervise):
     assert code == 137
     assert "a signal asked to end" in err
     assert len(run.events("attempt_started")) == 1
+    # The start that was announced is no attempt: `holdfast explain` judges the one that there was, as the run did.
+    assert (
+        judge(collect(run.folder)).cause == json.loads((run.folder / "verdict.json").read_text())["cause"] == "H1602"
+    )
 
 
 def test_the_same_death_at_the_same_step_is_the_last(supervise):
@@ -433,6 +439,56 @@ def test_a_users_mistake_is_not_repeated(supervise):
     found = json.loads((run.folder / "verdict.json").read_text())
     assert found["restart"] == "stop"
     assert "supervised_training.py" in found["where"]
+
+
+FAILS, LASTS = json.dumps({"fail_at": 9}), json.dumps({"steps": 12})
+SPAWN = (
+    "import multiprocessing, runpy, sys\n"
+    "if __name__ == '__main__':\n"
+    "    child = multiprocessing.get_context('spawn').Process("
+    "target=runpy.run_path, args=(sys.argv.pop(1),), kwargs={'run_name': '__main__'})\n"
+    "    child.start(), child.join()"
+)
+TRY = (
+    "import runpy, sys, traceback\ntry:\n    runpy.run_path(sys.argv.pop(1), run_name='__main__')\n"
+    "except Exception:\n    traceback.print_exc()"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "hidden"),
+    [
+        (["bash", "-c", '"$0" "$@" 2>&1 | cat', sys.executable, TRAINING, FAILS], True),
+        (["bash", "-c", '"$0" "$@" || true', sys.executable, TRAINING, FAILS], True),
+        ([sys.executable, "-c", SPAWN, TRAINING, FAILS], True),
+        # Another training came to its end after it; and what leaves by `sys.exit` or Ctrl-C did not fail.
+        (["bash", "-c", f'"$0" "$@" || "$0" "$1" \'{LASTS}\'', sys.executable, TRAINING, FAILS], False),
+        ([sys.executable, "-c", SPAWN, TRAINING, json.dumps({"leave_at": 9})], False),
+        ([sys.executable, "-c", SPAWN, TRAINING, json.dumps({"interrupt_at": 9})], False),
+    ],
+    ids=["pipe", "or true", "child", "tried again", "child that exits", "child interrupted"],
+)
+def test_an_exit_code_of_0_hides_no_training_that_died(supervise, command, hidden):
+    """The exit code stays that of the command; the verdict is the exception that ended the training process."""
+    run = supervise(command=[str(word) for word in command])
+    code, _, err = run.end()
+    assert code == 0
+    verdict = json.loads((run.folder / "verdict.json").read_text())
+    assert (verdict["family"] != "ended well") == hidden, verdict["title"]
+    assert ("no_such_attribute" in err.partition("holdfast: ")[2]) == hidden
+    assert ("status 0 all the same, which hid it" in verdict["summary"]) == hidden
+
+
+@pytest.mark.parametrize(
+    ("then", "last"), [("", True), ("\nprint('leaving')", True), ("\nprint('model saved')", False)]
+)
+def test_a_traceback_as_the_last_words_makes_a_good_end_less_sure(supervise, then, last):
+    """A script that catches its own failure and exits with 0 ended well, likely; surely if it went on after that."""
+    run = supervise(command=[sys.executable, "-c", TRY + then, str(TRAINING), FAILS])
+    code, _, err = run.end()
+    assert code == 0
+    assert ("ended well, but its last words are a traceback [H1601], likely (70%)" in err) == last
+    assert ("ended well [H1601]\n" in err) != last
 
 
 def test_the_same_directory_is_continued(tmp_path):

@@ -98,7 +98,7 @@ def _print_end(outcome: Outcome) -> None:
 
     verdict, times = outcome.verdict, "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
     where = f", {sanitise(verdict.where)}" if verdict.where else ""
-    sure = "" if verdict.family == "ended well" else how_sure(verdict)
+    sure = "" if verdict.family == "ended well" and verdict.confidence > 0.9 else how_sure(verdict)
     run = str(outcome.run)
     with contextlib.suppress(ValueError, OSError):  # as it is shortest from here
         run = str(outcome.run.relative_to(Path.cwd()))

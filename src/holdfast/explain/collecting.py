@@ -28,7 +28,7 @@ from holdfast.explain.runs.statements import (
     same,
     text_of,
 )
-from holdfast.recorder.progress import Standing
+from holdfast.recorder.progress import Phase, Standing
 from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, process_lives
 
 NO_STATUS = "no exit status: only a log"
@@ -123,7 +123,9 @@ class _Attempt:
     def __init__(self, recordings: Recordings, attempt: int | None) -> None:
         self._recordings = recordings
         self._all = recordings.supervisor()
-        numbers = [n for event in self._all if (n := _attempt_of(event)) is not None]
+        # A restart that was announced is no attempt yet: only where the supervisor was killed in the wait before it.
+        started = [each for each in self._all if each.kind != "restart" or recordings.lost() is not None]
+        numbers = [n for event in started if (n := _attempt_of(event)) is not None]
         self._number = attempt if attempt is not None else max(numbers, default=0)
         if self._number not in (numbers or [0]):
             raise PolicyError(
@@ -148,6 +150,9 @@ class _Attempt:
         ]
         log = self._log()
         raised = [each for _, info in self._processes for each in of_exceptions(events_of[info.pid], info)]
+        if any(each.kind == "attempt_ended" and each.data.get("status") == 0 for each in self._own):
+            died = self._died(raised, standings, events_of)
+            raised = [replace(each, fatal=each.pid in died and each.fatal) for each in raised]
         raised += _of_guards_alone(of_guard, raised)
         endings = [*self._endings(standings), *(log.endings if log else ())]
         return Facts(
@@ -160,6 +165,31 @@ class _Attempt:
             lost=self._lost(recorded, log),
             extra=self._extra(log, standings, events_of, endings),
         )
+
+    def _died(
+        self, raised: Sequence[Statement], standings: dict[int, Standing | None], events_of: dict[int, list[Event]]
+    ) -> set[int | None]:
+        """Return the training processes that an exception ended, and after which no training came to its end.
+
+        Where status 0 hides a failure: that of a pipe, or of a parent that does not look at its child. A script that
+        failed before its first step counts too; what a training starts beside itself, as a compiler, does not.
+        """
+        infos = [info for _, info in self._processes if info.torch and info.role != "loader worker"]
+        parents = {info.pid for info in infos if info.role != "launcher"}
+        training = [info for info in infos if info.role == "trainer" or info.ppid not in parents]
+        fatal = {each.pid for each in raised if each.fatal and each.exception != "KeyboardInterrupt"}
+        fatal -= {pid for pid, events in events_of.items() if _exit(events).get("exit_how") == "sys.exit"}
+        stood = {pid: (each.since_seconds, each.phase) for pid, each in standings.items() if each is not None}
+        unknown = 0.0, Phase.STARTING
+        died = set[int | None]()
+        for one in (each for each in training if each.pid in fatal):
+            others = [each for each in training if each.pid not in fatal]
+            if one.role == "trainer":
+                others = [each for each in others if each.role == "trainer"]
+            ended = [at for at, phase in (stood.get(each.pid, unknown) for each in others) if phase is Phase.ENDING]
+            if max(ended, default=0.0) <= stood.get(one.pid, unknown)[0]:
+                died.add(one.pid)
+        return died
 
     def _lost(self, recorded: list[Event], log: LogText | None) -> Lost | None:
         """Return how its training was lost: what was recorded of the steps counts before what was printed."""

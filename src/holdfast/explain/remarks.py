@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.core.events.event import Event
-from holdfast.explain.evidence import Ending, Facts
+from holdfast.explain.evidence import Ending, Facts, Statement
+from holdfast.explain.logs.text import quoted
 from holdfast.explain.verdict import Exhibit
 
 _MOST_FAULTS = 3  # quoted of those that a Guard found
@@ -78,6 +79,11 @@ def way_out(facts: Facts) -> str:
     return "Its interpreter did not end in order: it left as by `os._exit`" if how == "os._exit" else ""
 
 
+def last_words(facts: Facts) -> Statement | None:
+    """Return the exception with whose traceback the output ended, if nobody knows that it was caught."""
+    return next((each for each in reversed(facts.statements) if each.last and each.fatal is None), None)
+
+
 def of_good_end(facts: Facts) -> Iterator[str]:
     """Yield the sentences about a run that ended with status 0."""
     if (lost := not_saved(facts)) is not None:
@@ -92,7 +98,10 @@ def of_good_end(facts: Facts) -> Iterator[str]:
     if faults := training_faults(facts):
         what, rule = _line_of(faults[0], "what"), faults[0].data["rule"]
         yield f"But a Guard found a fault of the training: {what} [{rule}]."
-    if any(each.kind == "exception" for each in facts.statements):
+    if (last := last_words(facts)) is not None:
+        words = next(quoted(last, most_lines=1))
+        yield f"But its last words are a traceback, and nothing that it printed says that it went on: {words}"
+    elif any(each.kind == "exception" for each in facts.statements):
         yield "Errors that it printed before were caught: it went on after them."
 
 

@@ -80,6 +80,8 @@ def _title(made: Judgement) -> str:
     if signature.id == endings.ENDED_WELL and faults:
         rule = all_rules().get(faults[0].data["rule"])
         return "ended well, but its training has a fault" + (f": {rule.title}" if rule is not None else "")
+    if signature.id == endings.ENDED_WELL and made.end.well and remarks.last_words(facts) is not None:
+        return "ended well, but its last words are a traceback"
     if signature.id == endings.STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
         return f"ended itself by sys.exit with status {made.end.status}"
     if signature.id == endings.UNCAUGHT and made.candidate is not None:
@@ -94,6 +96,8 @@ def _summary(made: Judgement, place: str) -> str:
         parts.append(_sentence(_failed(candidate, place)))
     elif made.end.why:
         parts.append(_sentence(made.end.why))
+    if made.end.status == 0 and not made.end.well:
+        parts.append("The command ended with status 0 all the same, which hid it.")
     step = _step(made)
     if step and not made.end.well:
         phase = made.facts.extra.get("phase")

@@ -111,7 +111,8 @@ class Watched:
                 attempt = event.data.get("attempt")
                 if source.kind == "supervisor":
                     self._supervisor_said = event.kind
-                    self._attempt = max(self._attempt, attempt if isinstance(attempt, int) else 0)
+                    if isinstance(attempt, int) and event.kind != "restart":  # which only announces it
+                        self._attempt = max(self._attempt, attempt)
         self._events.extend(sorted(arrived, key=lambda seen: seen.event.unix_seconds))
 
     def _recorded_at(self, news: News) -> float:

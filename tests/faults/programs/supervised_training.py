@@ -2,10 +2,10 @@
 
     python supervised_training.py '{"steps": 40, "workers": 2, ...}'
 
-Keys: ``steps``, ``workers``, ``step_seconds``; ``fail_at``: a mistake of the user's at that step; ``kill_at`` and
-``hang_at``: SIGKILL to itself, or sleep, at that step, while the attempt is below ``kills``; ``stop_worker``: stop
-the first worker; ``pids``: file to write the process numbers to; ``steps_file``: file that gets
-a byte at each step.
+Keys: ``steps``, ``workers``, ``step_seconds``; ``fail_at``: a mistake of the user's at that step; ``leave_at``,
+``interrupt_at``: it ends itself by ``sys.exit`` or as by Ctrl-C; ``kill_at`` and ``hang_at``: SIGKILL to itself, or
+sleep, at that step, while the attempt is below ``kills``; ``stop_worker``: stop the first worker; ``pids``: file to
+write the process numbers to; ``steps_file``: file that gets a byte at each step.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ def main() -> None:
             break
         if step == request.get("fail_at"):
             model.no_such_attribute  # noqa: B018 - the mistake
+        if step == request.get("leave_at"):
+            sys.exit(3)
+        if step == request.get("interrupt_at"):
+            raise KeyboardInterrupt
         if step == request.get("kill_at") and attempt < request.get("kills", 1):
             os.kill(os.getpid(), signal.SIGKILL)
         if step == request.get("hang_at") and attempt < request.get("kills", 1):

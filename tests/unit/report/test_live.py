@@ -194,13 +194,14 @@ def test_a_run_on_another_machine_is_not_called_dead(tmp_path):
 
 
 def test_a_run_that_waits_to_restart_says_so_until_its_supervisor_is_gone(tmp_path):
-    """Between two attempts nothing runs, and the run has not ended; with the lock free it has."""
+    """Between two attempts nothing runs, and the run has not ended; with the lock free it has. One was made."""
     write_events(tmp_path / "supervisor", happened("restart", 5, attempt=1, cause="H1604", delay_seconds=60))
     clock = Clock()
     watched = Watched(tmp_path, clock)
     with locked(tmp_path / "supervisor" / "lock"):
         clock.monotonic += 100
-        assert watched.look().state == "waits to restart"
+        now = watched.look()
+        assert (now.state, now.attempt) == ("waits to restart", 0)
     clock.monotonic += 100
     assert watched.look().state == "ended"
 

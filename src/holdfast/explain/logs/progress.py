@@ -27,6 +27,7 @@ _DONE = re.compile(
     r"|`Trainer\.fit` stopped: `max_|'train_runtime':|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b",
     re.IGNORECASE,
 )
+_SAVED = re.compile(r"\b(?:done|finished|completed?|saved|saving|written|wrote)\b", re.IGNORECASE)
 _NOT_DONE = re.compile(
     r"\b(?:not|never|unsuccessful\w*|fail\w*|errors?|abort\w*|crash\w*|killed|warm-?up)\b"
     r"|\b(?:code|status|exit|rc)\W{0,3}(?:-|0*[1-9])",
@@ -64,6 +65,11 @@ def is_progress(text: str) -> bool:
     if is_end(text):
         return True
     return (is_progress_bar(text) or _PROGRESS.search(text) is not None) and not _NO_PROGRESS.search(text)
+
+
+def goes_on(text: str) -> bool:
+    """Return whether a line shows that the run went on, or saved; no bar, which is drawn once more as it is left."""
+    return _SAVED.search(text) is not None or (is_progress(text) and not is_progress_bar(text))
 
 
 class Pulse:

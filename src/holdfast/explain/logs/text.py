@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from holdfast.explain.evidence import Ending, Statement
 from holdfast.explain.logs.keeping import Readable, is_relevant, keep_lines
 from holdfast.explain.logs.lines import CleanLine, clean_lines
-from holdfast.explain.logs.progress import Pulse, is_end, is_progress_bar, printed_losses, printed_norms
+from holdfast.explain.logs.progress import Pulse, goes_on, is_end, is_progress_bar, printed_losses, printed_norms
 from holdfast.explain.logs.tracebacks import (
     HEADER,
     Raised,
@@ -138,6 +138,7 @@ class _Process:
         self._reader = TracebackReader(self._lines)
         self._pulse = Pulse([line.text for line in self._lines])
         self._done = done
+        self._newest_sign = max((i for i, line in enumerate(lines) if goes_on(line.text)), default=-1)
         self.endings: list[Ending] = []
         self.cut_off = ""
 
@@ -215,12 +216,14 @@ class _Process:
         if (before and _NOT_UNCAUGHT.search(before.text)) or self._lines[first].level in _NOT_FATAL_LEVELS:
             fatal, overtaken = False, False
         chain = raised.from_the_root()
+        at = self._after_line(raised.number, after) - 1
+        last = bool(raised.frames) and fatal is None and not self._done and at > self._newest_sign
         return [
             Statement(
                 text=each.message[:_MOST_MESSAGE], kind="exception", exception=each.exception, frames=each.frames,
                 source=f"{self._name}:{each.number}", position=raised.number, unix_seconds=each.unix_seconds,
                 rank=self._lines[first].rank, fatal=fatal, cause=each is not raised, logged=logged,
-                overtaken=overtaken,
+                overtaken=overtaken, last=last,
             )
             for each in chain
         ]  # fmt: skip

@@ -35,21 +35,13 @@ _KILLED = "killed with SIGKILL, since it had not ended when it was asked to"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Args:
-        status: Exit code, negative for a signal.
-        seconds: How long it ran.
-        asked: The signal by which the user or a scheduler asked us to end, or None.
-        sent: The last signal that we sent on our own account, after a hang or a time of grace, or None.
-        hang: That it was ended for, or None.
-    """
-
-    status: int
-    seconds: float
-    asked: int | None
-    sent: int | None
-    hang: Hang | None
+    status: int  # exit code, negative for a signal
+    seconds: float  # how long it ran
+    asked: int | None  # the signal by which the user or a scheduler asked us to end, or None
+    sent: int | None  # the last signal that we sent on our own account, after a hang or a time of grace, or None
+    hang: Hang | None  # that it was ended for, or None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,40 +23,24 @@ LONG_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """How often and how fast.
+    """How often and how fast."""
 
-    Args:
-        max_restarts: Not counting preemptions. 3 is the default of torch's ``LaunchConfig.max_restarts``.
-        max_preemptions: A machine that is taken back every hour of a night.
-        least_steps: Progress below this between two failures of one cause is none: no checkpoint keeps it.
-        first_delay_seconds: As the kubelet's ``CrashLoopBackOff``: 10 s, doubled each time.
-        most_delay_seconds: As the kubelet's: 5 minutes.
-    """
-
-    max_restarts: int = 3
-    max_preemptions: int = 10
-    least_steps: int = 10
-    first_delay_seconds: float = 10.0
-    most_delay_seconds: float = 300.0
+    max_restarts: int = 3  # not counting preemptions: the default of torch's ``LaunchConfig.max_restarts``
+    max_preemptions: int = 10  # a machine that is taken back every hour of a night
+    least_steps: int = 10  # progress below this between two failures of one cause is none: no checkpoint keeps it
+    first_delay_seconds: float = 10.0  # as the kubelet's ``CrashLoopBackOff``, doubled each time
+    most_delay_seconds: float = 300.0  # as the kubelet's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """An attempt that has ended.
+    """An attempt that has ended."""
 
-    Args:
-        cause: Id of the verdict's cause.
-        kind: What the verdict allows.
-        at_step: Where it failed, as the training counts; None if unknown.
-        steps: How many it made itself; None if unknown.
-        seconds: How long it ran.
-    """
-
-    cause: str
-    kind: Kind
-    at_step: int | None = None
-    steps: int | None = None
-    seconds: float = 0.0
+    cause: str  # id of the verdict's cause
+    kind: Kind  # what the verdict allows
+    at_step: int | None = None  # where it failed, as the training counts; None if unknown
+    steps: int | None = None  # how many it made itself; None if unknown
+    seconds: float = 0.0  # how long it ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

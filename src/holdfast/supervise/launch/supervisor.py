@@ -37,27 +37,16 @@ _ENDING = ASKING_TO_END | {signal.SIGHUP}  # between attempts nobody handles the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be run, and how.
+    """What is to be run, and how."""
 
-    Args:
-        command: Its words.
-        program: The file that the first word means.
-        run: The run directory.
-        budgets: Of restarts.
-        limits: Of hangs; None: nobody watches.
-        observe: Whether Python processes record themselves.
-        grace_seconds: Between asking the command to end and SIGKILL.
-        most_log_bytes: Size of the log of what it prints.
-    """
-
-    command: tuple[str, ...]
-    program: str
-    run: Path
-    budgets: Budgets = field(default_factory=Budgets)
-    limits: HangLimits | None = field(default_factory=HangLimits)
-    observe: bool = True
-    grace_seconds: float = 25.0
-    most_log_bytes: int = 256 << 20
+    command: tuple[str, ...]  # its words
+    program: str  # the file that the first word means
+    run: Path  # the run directory
+    budgets: Budgets = field(default_factory=Budgets)  # of restarts
+    limits: HangLimits | None = field(default_factory=HangLimits)  # of hangs; None: nobody watches
+    observe: bool = True  # whether Python processes record themselves
+    grace_seconds: float = 25.0  # between asking the command to end and SIGKILL
+    most_log_bytes: int = 256 << 20  # size of the log of what it prints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
