@@ -72,11 +72,11 @@ def train(tmp_path: Path) -> Train:
         place.mkdir()
         environment = {**(observing(os.environ, place, 0) if observed else os.environ), "OMP_NUM_THREADS": "1"}
         given: dict[str, Any] = {"cwd": place, "env": environment, "timeout": _SECONDS}
+        loaded = {"loaded": FRAMEWORKS} if program == PEERS else {}
         if observed and (program == PEERS or arguments[0] in ("plain", "compiled")):  # before torch is imported
             command = [sys.executable, str(program), *arguments]
             ended = subprocess.run(command, **given, capture_output=True, text=True, check=False)
         else:
-            loaded = {"loaded": FRAMEWORKS} if program == PEERS else {}
             ended = run_prepared([program, *arguments], **given, **loaded)
         return Ended(ended.stdout + ended.stderr, ended.returncode, place if observed else None)
 

@@ -38,21 +38,17 @@ class Recipe:
 
 RECIPES = {
     "asr": Recipe(
-        main=asr.main,
+        main=asr.main, picture="hearing", figure="character_error_rate",
         small=("--speakers", "2", "--sentences", "8", "--channels", "16", "--n-mels", "20"),
-        picture="hearing",
-        figure="character_error_rate",
     ),
     "separation": Recipe(
-        main=separation.main,
+        main=separation.main, picture="separated", figure="si_snr_improvement_db",
         small=(
             *("--speakers", "3", "--sentences", "4", "--filters", "16", "--bottleneck", "8", "--hidden", "16"),
             *("--blocks", "3", "--seconds", "0.5"),
         ),
-        picture="separated",
-        figure="si_snr_improvement_db",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=RECIPES)

@@ -31,7 +31,6 @@ class _Forked:
 
 
 def row_of(case: str) -> hang_detection.Row:
-    """Return what came of a case."""
     if case != "rank has left":  # it would be over before the watchdog has looked once
         hang_detection.subprocess = SimpleNamespace(Popen=_Forked, DEVNULL=None)  # type: ignore[assignment]
     return hang_detection.row_of(case)

@@ -114,11 +114,7 @@ def main(recipe: str, attempts: list[dict[str, Any]]) -> None:
         _, status = os.waitpid(pid, 0)
         if (measured := Path(attempt["log"]).with_suffix(".bytes")).exists():
             needed[attempt["name"]] = int(measured.read_text())
-        facts = {
-            "name": attempt["name"],
-            "status": os.waitstatus_to_exitcode(status),
-            "bytes": needed.get(attempt["name"]),
-        }
+        facts = {"name": attempt["name"], "status": os.waitstatus_to_exitcode(status)}
         print(json.dumps(facts), flush=True)  # noqa: T201
 
 
