@@ -657,8 +657,8 @@ def test_workers_that_were_not_all_started_are_not_kept() -> None:
 
 @pytest.mark.slow
 def test_workers_that_die_while_others_start_never_block_the_loop() -> None:
-    """Fifty epochs with early deaths come to their end; one in some hundred hung when torch raised in a queue."""
-    for _ in range(50):
+    """A hundred epochs with early deaths come to their end; one in some hundred hung when torch raised in a queue."""
+    for _ in range(100):
         found = [item for batch in _loader(DiesEarly(), num_workers=2) for item in batch.tolist()]
         assert len(found) == 40
         assert 5 not in found
