@@ -3,7 +3,8 @@
 A started program is a process of its own, as `subprocess.Popen` starts it, with its own signals, streams, exit code
 and end of the interpreter. It is forked from one that has computed nothing, had no thread and seen no test. What it
 does not have of its own is what an interpreter settles at its start: ``PYTHON...`` variables, options and the seed of
-hashes. A test that is about these, or compares processes in which they should differ, starts one of them as usual.
+hashes. One that is observed is from where its script begins: torch is there already. A test that is about these, or
+compares processes in which they should differ, starts one of them as usual.
 
     process = Prepared(["train.py", "--steps", "3"], stdout=subprocess.PIPE, text=True)
     process.send_signal(signal.SIGKILL)
@@ -22,6 +23,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,8 @@ FRAMEWORKS = (
     "lightning.pytorch", "holdfast.integrations.lightning", "accelerate", "holdfast.integrations.accelerate",
 )  # fmt: skip
 """What a process may have loaded that is started for a framework."""
+
+_starting = threading.Lock()
 
 
 class Prepared(subprocess.Popen[Any]):
@@ -71,7 +75,8 @@ class Prepared(subprocess.Popen[Any]):
             "environment": dict(os.environ if env is None else env),
             "session": started_session,
         }
-        server = _server(self._loaded)
+        with _starting:
+            server = _server(self._loaded)
         socket.send_fds(server, [json.dumps(request).encode()], [*standard, status])
         os.close(status)
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -195,6 +200,9 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.update(request["environment"])
     random.seed()
     sys.modules["numpy"].random.seed()
+    sys.orig_argv = [sys.executable, *request["arguments"]]
+    if run := os.environ.get("OBSERVED_BY_HOLDFAST"):
+        importlib.import_module("holdfast.supervise.injected.sitecustomize")._observe(run)
     what, *arguments = request["arguments"]
     first = "" if what == "-c" else request["cwd"] if what == "-m" else str(Path(what).resolve().parent)
     sys.path[0] = first

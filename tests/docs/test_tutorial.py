@@ -39,14 +39,8 @@ def test_the_tutorial_runs_from_top_to_bottom_and_prints_what_it_shows(tmp_path:
 def _called(command: str, folder: Path, environment: dict[str, str]) -> str:
     """Return what a command prints, and ``Killed`` after it as a terminal does where it was."""
     ended = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+        ["bash", "-c", command], cwd=folder, env=environment, text=True, timeout=240, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     killed = ended.returncode == -signal.SIGKILL
     return ended.stdout + ("Killed\n" if killed else "")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.prepared import FRAMEWORKS, run_prepared
@@ -69,16 +70,15 @@ def train(tmp_path: Path) -> Train:
     def run(*arguments: str, observed: bool = True, program: Path = PROGRAM) -> Ended:
         place = tmp_path / ("observed" if observed else "plain")
         place.mkdir()
-        if not observed:
-            loaded = {"loaded": FRAMEWORKS} if program == PEERS else {}
-            ended = run_prepared([program, *arguments], cwd=place, timeout=_SECONDS, **loaded)
-            return Ended(ended.stdout + ended.stderr, ended.returncode, None)
-        ended = subprocess.run(
-            [sys.executable, str(program), *arguments], cwd=place,
-            env={**observing(os.environ, place, 0), "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, check=False, timeout=_SECONDS,
-        )  # fmt: skip
-        return Ended(ended.stdout + ended.stderr, ended.returncode, place)
+        environment = {**(observing(os.environ, place, 0) if observed else os.environ), "OMP_NUM_THREADS": "1"}
+        given: dict[str, Any] = {"cwd": place, "env": environment, "timeout": _SECONDS}
+        loaded = {"loaded": FRAMEWORKS} if program == PEERS else {}
+        if observed and (program == PEERS or arguments[0] in ("plain", "compiled")):  # before torch is imported
+            command = [sys.executable, str(program), *arguments]
+            ended = subprocess.run(command, **given, capture_output=True, text=True, check=False)
+        else:
+            ended = run_prepared([program, *arguments], **given, **loaded)
+        return Ended(ended.stdout + ended.stderr, ended.returncode, place if observed else None)
 
     return run
 

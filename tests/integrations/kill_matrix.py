@@ -1,7 +1,8 @@
 """Lives of one training under one host, killed and resumed in every way; started by `test_kill_matrix`.
 
 Imports the host once and forks for each life. A life writes one line for each step that it makes: which samples,
-and a digest of what they were augmented to. A kill is a SIGKILL inside an optimizer step.
+and a digest of what they were augmented to. A kill is a SIGKILL inside an optimizer step. Where two follow on each
+other, one life shows what a kill in each of its steps leaves: all its threads stop, and its files are copied.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Life:
     Args:
         folder: Where its host writes.
         log: Where it writes itself.
-        kill: The optimizer step to die in, counted from 1; 0 for none.
+        kill: The optimizer step to die in, counted from 1; 0 for none, -1 to stop in each until it is continued.
         settings: ``ours`` or ``torch``, batches of an epoch, batches of a step, steps from save to save.
     """
 
@@ -108,6 +109,8 @@ class Life:
         self._seen = []
         if self.steps == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.kill == -1:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def loader(self, *, noisy: bool = True, **given: Any) -> Any:
         """Return the loader of this column, shuffled."""
@@ -339,7 +342,7 @@ class Column:
 
     def __init__(self, folder: Path, host: str, settings: tuple[str, int, int, int]) -> None:
         self._host, self._settings = host, settings
-        self._work, self._before, self._log = folder / "work", folder / "before", folder / "log"
+        self._folder, self._work, self._log = folder, folder / "work", folder / "log"
         self.trained, self.result = [], None
         begun, self.trained, self.result = self._live(0)
         assert begun == 0, "the first life begins at the beginning"
@@ -355,20 +358,24 @@ class Column:
 
     def kill_twice(self) -> None:
         """Kill at every step, and at every distance after the resume."""
-        for first in range(1, self.steps + 1):
-            self._anew()
-            self._live(first)
-            shutil.rmtree(self._before, ignore_errors=True)
-            shutil.copytree(self._work, self._before)
-            for second in range(1, self.steps + 1):
-                shutil.rmtree(self._work)
-                shutil.copytree(self._before, self._work)
-                what = f"killed in step {first}, and {second} after the resume"
-                begun, trained, result = self._live(second)
-                if result is not None:
-                    break  # it ended before
-                self._check(what, (begun, trained, result), killed=True)
-                self._check(what, self._live(0))
+        self._anew()
+        for first, left in enumerate(self._live_through("first", "not killed"), 1):
+            self._anew(left)
+            for second, left_then in enumerate(self._live_through("second", f"killed in step {first}"), 1):
+                self._anew(left_then)
+                self._check(f"killed in step {first}, and {second} after the resume", self._live(0))
+
+    def _live_through(self, name: str, what: str) -> list[Path]:
+        """Run one life to its end, and return what a kill in each of its steps would have left."""
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+        left: list[Path] = []
+
+        def keep() -> None:
+            left.append(self._folder / name / str(len(left)))
+            shutil.copytree(self._work, left[-1])
+
+        self._check(what, self._live(-1, keep))
+        return left
 
     def _check(self, what: str, found: tuple[int, list[Any], Any], *, killed: bool = False) -> None:
         begun, trained, result = found
@@ -378,10 +385,12 @@ class Column:
         elif not killed and result != self.result:
             self.wrong.append(f"{what}: from step {begun} {result} instead of {self.result}")
 
-    def _anew(self) -> None:
+    def _anew(self, left: Path | None = None) -> None:
         shutil.rmtree(self._work, ignore_errors=True)
+        if left is not None:
+            left.rename(self._work)
 
-    def _live(self, kill: int) -> tuple[int, list[Any], Any]:
+    def _live(self, kill: int, stopped: Callable[[], None] = lambda: None) -> tuple[int, list[Any], Any]:
         """Run one life, and return the step that it began at, what its steps were of, and its result."""
         self._log.unlink(missing_ok=True)
         self._work.mkdir(exist_ok=True)
@@ -404,9 +413,11 @@ class Column:
 
                     traceback.print_exc()
                 os._exit(code)
-        _, ended = os.waitpid(child, 0)
+        while os.WIFSTOPPED(ended := os.waitpid(child, os.WUNTRACED)[1]):
+            stopped()
+            os.kill(child, signal.SIGCONT)
         lines = [json.loads(line) for line in self._log.read_text().splitlines()]
-        assert os.waitstatus_to_exitcode(ended) in ((0, -signal.SIGKILL) if kill else (0,)), ended
+        assert os.waitstatus_to_exitcode(ended) in ((0, -signal.SIGKILL) if kill > 0 else (0,)), ended
         begun = next((line["from"] for line in lines if "from" in line), self.steps if self.result else 0)
         result = next((line for line in lines if "digest" in line), None)
         return begun, [line for line in lines if isinstance(line, list)], result
@@ -419,6 +430,9 @@ def main(folder: str, host: str, loader: str, batches: str, accumulate: str, eve
     # The first of these is imported by the first step of an optimizer.
     for name in ("torch._dynamo", "holdfast.guard.guard", *IMPORTS[host]):
         importlib.import_module(name)
+    os.fsync = lambda _: None  # who is killed leaves what was written all the same
+    if kills == "twice":  # what a first step finds out in forks, it finds out in the other lives
+        importlib.import_module("holdfast.guard.splitting.split_safety").backward_works_in_a_copy = lambda: False
     gc.freeze()  # a collection in a fork would look at all that was imported, and copy its pages
     column = Column(Path(folder), host, (loader, int(batches), int(accumulate), int(every)))
     (column.kill_once if kills == "once" else column.kill_twice)()

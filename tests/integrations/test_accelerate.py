@@ -42,16 +42,9 @@ def guard_of(accelerator: Any, **parts: Any) -> Any:
 
 
 def prepared(
-    folder: Path,
-    *,
-    accumulate: int = 1,
-    samples: int = 24,
-    batch: int = 4,
-    seedable: bool = False,
-    shuffle: bool = True,
-    precision: str = "no",
-    dataset: type = TensorDataset,
-) -> tuple[Any, ...]:
+    folder: Path, *, accumulate: int = 1, samples: int = 24, batch: int = 4, seedable: bool = False,
+    shuffle: bool = True, precision: str = "no",
+) -> tuple[Any, ...]:  # fmt: skip
     """Return an accelerator with a model with dropout, an optimizer, a loader and a schedule, all prepared.
 
     Accelerate leaves fp16 off on a CPU; here it is on.
@@ -63,14 +56,11 @@ def prepared(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
     generator = torch.Generator().manual_seed(1)
-    data = dataset(torch.randn(samples, 5, generator=generator), torch.arange(samples) % 3)
+    data = TensorDataset(torch.randn(samples, 5, generator=generator), torch.arange(samples) % 3)
     accelerator = accelerate.Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=accumulate,
-        project_dir=folder,
+        cpu=True, gradient_accumulation_steps=accumulate, project_dir=folder, mixed_precision=precision,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
-        mixed_precision=precision,
-    )
+    )  # fmt: skip
     if precision == "fp16":
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=2.0**7)
     loader = DataLoader(data, batch_size=batch, shuffle=shuffle)
@@ -102,18 +92,14 @@ def bare(folder: Path, *, epochs: int, **settings: Any) -> tuple[torch.Tensor, i
     return weights(model), steps
 
 
-def guarded(folder: Path, *, epochs: int, stop_after: int | None = None, **settings: Any) -> tuple[torch.Tensor, Any]:
-    """Train the same under a guard; with `stop_after` leave it so many windows later without a word."""
+def guarded(folder: Path, *, epochs: int, **settings: Any) -> tuple[torch.Tensor, Any]:
+    """Train the same under a guard."""
     accelerator, model, optimizer, loader, scheduler = prepared(folder, **settings)
     parts = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
     guard = guard_of(accelerator, **parts, max_grad_norm=0.5, save_interval_steps=2, async_save=False)
-    for count, batch in enumerate(guard.batches(max_epochs=epochs), start=1):
+    for batch in guard.batches(max_epochs=epochs):
         guard.step(batch, loss_of(model))
-        if count == stop_after:
-            break
-    found = weights(model), (guard.global_step, optimizer.param_groups[0]["lr"], guard.resumed_from)
-    del guard
-    return found
+    return weights(model), guard.global_step
 
 
 @pytest.mark.parametrize(
@@ -122,7 +108,7 @@ def guarded(folder: Path, *, epochs: int, stop_after: int | None = None, **setti
 def test_training_is_bit_identical_to_the_bare_loop(tmp_path: Path, settings: dict[str, Any]) -> None:
     """With dropout, shuffling, clipping, a schedule and a loss scale, the steps are Accelerate's own."""
     expected, steps = bare(tmp_path / "a", epochs=2, **settings)
-    found, (made, _, _) = guarded(tmp_path / "b", epochs=2, **settings)
+    found, made = guarded(tmp_path / "b", epochs=2, **settings)
     assert torch.equal(expected, found)
     assert steps == made
 
@@ -254,20 +240,3 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
         assert refused() == "H111"
     finally:
         shared.update(usual)
-
-
-class Noisy(TensorDataset):
-    def __getitem__(self, index: Any) -> tuple[torch.Tensor, ...]:
-        x, y = super().__getitem__(index)
-        return x + 0.1 * torch.randn(5), y
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_augmentation_from_global_random_state_resumes_in_the_middle_of_an_epoch(tmp_path, accumulate):
-    """A prepared loader makes no batch ahead of its step, so noise of the dataset is the same after a resume."""
-    settings: dict[str, Any] = {"accumulate": accumulate, "samples": 20 * accumulate, "dataset": Noisy, "epochs": 2}
-    expected, _ = guarded(tmp_path / "a", **settings)
-    guarded(tmp_path / "b", stop_after=4, **settings)
-    found, (_, _, resumed) = guarded(tmp_path / "b", **settings)
-    assert resumed is not None
-    assert torch.equal(expected, found)

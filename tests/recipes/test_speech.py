@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from recipes.asr import scoring as asr_scoring
 from recipes.asr import train as asr
-from recipes.asr.data import CHARACTERS
-from recipes.separation import scoring as separation_scoring
 from recipes.separation import train as separation
 from recipes.training import Training
 
@@ -30,48 +25,30 @@ class Recipe:
         small: Its options.
         picture: Name of its pictures.
         figure: One that is above 0.
-        long: Returns the picture of something that lasts a minute.
     """
 
     main: Callable[..., dict[str, Any]]
     small: tuple[str, ...]
     picture: str
     figure: str
-    long: Callable[[], np.ndarray]
 
     def run(self, run_dir: Path, *options: object) -> dict[str, Any]:
         return self.main([*_COMMON, *self.small, "--run-dir", str(run_dir), *map(str, options)])
 
 
-def hearing() -> np.ndarray:
-    return asr_scoring.picture(torch.randn(6000, 80), torch.randn(3000, len(CHARACTERS) + 1).log_softmax(-1))
-
-
-def separated() -> np.ndarray:
-    waves = torch.randn(5, 60 * 8000)
-    example = separation_scoring.Example(mixture=waves[0], sources=waves[1:3], estimates=waves[3:])
-    return separation_scoring.picture(example)
-
-
 RECIPES = {
     "asr": Recipe(
-        main=asr.main,
+        main=asr.main, picture="hearing", figure="character_error_rate",
         small=("--speakers", "2", "--sentences", "8", "--channels", "16", "--n-mels", "20"),
-        picture="hearing",
-        figure="character_error_rate",
-        long=hearing,
     ),
     "separation": Recipe(
-        main=separation.main,
+        main=separation.main, picture="separated", figure="si_snr_improvement_db",
         small=(
             *("--speakers", "3", "--sentences", "4", "--filters", "16", "--bottleneck", "8", "--hidden", "16"),
             *("--blocks", "3", "--seconds", "0.5"),
         ),
-        picture="separated",
-        figure="si_snr_improvement_db",
-        long=separated,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=RECIPES)

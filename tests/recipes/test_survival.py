@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prepared import FRAMEWORKS, run_prepared
 
 from holdfast.core.events.event import Event
 from holdfast.loader.quarantine import FILE_NAME, read_ledger
@@ -22,7 +20,7 @@ from holdfast.recorder.reader import read_events, read_steps
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).parent / "programs" / "attempts.py"
+PROGRAM = ("-m", "tests.recipes.programs.attempts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +188,7 @@ class Attempts:
             self._attempt("roomy", wide=True, measure=self._tiny.limited_step),
             self._attempt("narrow", wide=True, limit=[self._tiny.limited_step, self._tiny.share, "roomy"]),
         ]
-        ended = subprocess.run(
-            [sys.executable, str(PROGRAM), recipe, json.dumps(command)],
-            capture_output=True, text=True, timeout=400, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        ended = run_prepared([*PROGRAM, recipe, json.dumps(command)], cwd=ROOT, timeout=400, loaded=FRAMEWORKS)
         assert ended.returncode == 0, ended.stderr[-3000:]
         ended_as = [json.loads(line) for line in ended.stdout.splitlines()]
         print(*ended_as, sep="\n")  # noqa: T201

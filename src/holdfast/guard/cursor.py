@@ -9,10 +9,12 @@ an iterator                  cannot be started again: its order is nobody's to r
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.core.errors import LoaderError, PolicyError
@@ -27,8 +29,9 @@ _EXACT = (
 )
 _OWN = "what the loader's own state_dict keeps"
 _REPLAY = (
-    "bit-exact if each batch is made when it is asked for; one that is made ahead, while a step runs, is made from "
-    "other random numbers after a resume; skips by reading"
+    "bit-exact if each batch is made when it is asked for, from random numbers of the global generators or of those "
+    "that are attributes of the loader. Not if it is made ahead, while a step runs, or depends on what training "
+    "changes, such as the model or an environment: give such a loader state_dict and load_state_dict. Reads over"
 )
 _ONCE = "none: an iterator cannot be started again; batches already trained are read and dropped"
 
@@ -51,7 +54,7 @@ class Cursor:
         self.batches = 0
         self.trained = 0  # batches over all epochs
         self._epoch_start: RandomState | None = None
-        self._generators: list[torch.Tensor] = []
+        self._generators: list[Any] = []
         self._loader_state: Any = None
         self._state_after: Any = None  # of a holdfast loader: where it stood when its last batch was handed out
         self._reload = False
@@ -228,18 +231,29 @@ class Cursor:
         self._generators = state["generators"]
         self._set_generators(state["generators_now"])
 
-    def _own_generators(self) -> list[torch.Generator]:
-        """Return the generators that a torch loader draws its order from; holdfast's draws from none."""
+    def _own_generators(self) -> list[Any]:
+        """Return the generators of its own that a loader, or its sampler, draws from; holdfast's draws from none."""
         if self._stateful:
             return []
-        holders = (self._loader, getattr(self._loader, "sampler", None))
-        found = [getattr(holder, "generator", None) for holder in holders]
-        unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
-        return list(unique.values())
+        holders = (self._loader, *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler")))
+        values = (value for holder in holders for value in getattr(holder, "__dict__", {}).values())
+        kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+        return list({id(value): value for value in values if isinstance(value, kinds)}.values())
 
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._own_generators()]
+    def _generator_states(self) -> list[Any]:
+        return [_state_of(generator) for generator in self._own_generators()]
 
-    def _set_generators(self, states: Sequence[torch.Tensor]) -> None:
+    def _set_generators(self, states: Sequence[Any]) -> None:
         for generator, seen in zip(self._own_generators(), states, strict=False):
-            generator.set_state(seen)
+            if isinstance(generator, random.Random):
+                generator.setstate(seen)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = seen
+            else:
+                generator.set_state(seen)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()

@@ -100,6 +100,7 @@ class Guard:
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
+        self._position_is_kept = False  # there was a loop of ours in this process
         self._stop = StopRequest()
         self._directory = RunDirectory(run_dir)
         self._record = RunRecord(self._directory.recorder, clock)
@@ -128,6 +129,11 @@ class Guard:
     def epoch(self) -> int:
         """Return the epochs that `batches` has completed."""
         return 0 if self._cursor is None else self._cursor.epoch
+
+    @property
+    def epochs_validated(self) -> int:
+        """Return how many epochs were completed when `validated` was called last, also before a restart."""
+        return self._session.counters.epochs_validated
 
     @property
     def stop_reason(self) -> str | None:
@@ -176,6 +182,7 @@ class Guard:
         return self._loop(self._cursor, max_epochs, max_steps)
 
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
+        self._position_is_kept = True
         self._ready()  # not before the first batch is asked for
         yield from self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
 
@@ -185,6 +192,9 @@ class Guard:
         if not self._session.is_open:
             self._open()
         if not self._session.state.in_loop:
+            if self.resumed_from is not None and not self._position_is_kept:
+                self._position_is_kept = True  # said once
+                self._record.emit(run_events.PositionNotKept())
             self._boundaries.boundary_outside()
             if self._stop.by_signal:
                 self._end_process()
@@ -277,6 +287,7 @@ class Guard:
             loss: Over the validation set: a number or a tensor of one element. NaN and Inf are recorded only.
         """
         value, self._session.validated = float(loss), True
+        self._session.counters.epochs_validated = self.epoch
         changed = validated(self._parts.schedulers, value)
         self._engine.diagnosis.validated(value)
         self._record.emit(run_events.Validated(loss=value, learning_rate_changed_by=tuple(changed)))

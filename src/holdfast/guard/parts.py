@@ -14,11 +14,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy.policy import Precision
 from holdfast.numerics.eager import as_written
 
+_PLAIN = (bool, int, float, str, type(None))
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -77,9 +79,25 @@ class Parts:
         devices = self.devices()
         return devices[0].type if devices else "cpu"
 
+    def settings(self) -> dict[str, Any]:
+        """Return the plain settings of optimizers and schedulers, by names such as ``"optimizer.0.lr"``."""
+        found: dict[str, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            for index, group in enumerate(optimizer.param_groups):
+                found |= {f"{name}.{index}.{key}": value for key, value in group.items()}
+        for name, scheduler in self.schedulers.items():
+            if isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+                found |= {f"scheduler {name}.{key}": value for key, value in vars(scheduler).items()}
+        found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+        return {key: value for key, value in found.items() if isinstance(value, _PLAIN) or _is_numbers(value)}
+
     def rates(self) -> list[float]:
         """Return the learning rates of all parameter groups."""
         return [float(group["lr"]) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
 
 
 def autocast(device_type: str, precision: Precision) -> contextlib.AbstractContextManager[Any]:
@@ -98,7 +116,7 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Part
         models=models,
         optimizers=optimizers,
         schedulers={} if scheduler is None else _named(scheduler, "scheduler", Stateful),
-        states={} if state is None else _named(state, "state", Stateful),
+        states={} if state is None or (isinstance(state, dict) and not state) else _named(state, "state", Stateful),
     )
     owned = {id(parameter) for _, parameter in parts.named_parameters()}
     for name, each in optimizers.items():

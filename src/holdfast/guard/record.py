@@ -42,6 +42,7 @@ _LOUD = (
     run_events.SampleQuarantined, run_events.DescriptorLimitRaised, run_events.StreamReadOver,
     run_events.Preflight, run_events.QuarantineFull, run_events.RanksNotDivided, run_events.ChangesNotSaved,
     run_events.NotSaved, run_events.BeginsAnew, run_events.RecordingMovedAside, run_events.RollbackFailed,
+    run_events.SettingsKept, run_events.PositionNotKept, run_events.GroupsChanged,
 )  # fmt: skip
 
 

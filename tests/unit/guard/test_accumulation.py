@@ -125,7 +125,7 @@ def test_counting_several_terms_first_leaves_no_trace(tmp_path):
     ("items", "words"),
     [
         (lambda calls: [1] * (1 + calls % 2), "1 terms for one part of the batch and 2 for another"),
-        (lambda calls: [1, calls], "in one forward pass and of"),
+        (lambda calls: [1, 1 + calls], "in one forward pass and of"),
         (lambda calls: [1, 0], "items=0"),
     ],
 )

@@ -374,22 +374,35 @@ def test_rows_of_numpy_are_split_if_items_are_declared(tmp_path):
     assert (said["split_check"]["outcome"], said["split_promise"]) == ("random", "changes training")
 
 
-def test_a_part_without_anything_to_count_is_tried_before_it_is_left_out(tmp_path):
-    """The loss of a detector is over its positives; images without any count all the same."""
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("kind", ["negatives count", "a regulariser"])
+def test_a_part_without_anything_to_count_is_tried_before_it_is_left_out(tmp_path, kind, declared):
+    """The loss of a detector is over its positives, and images without any count all the same."""
     model = nn.Linear(5, 3).double()
 
     def loss(batch):
-        return errors(model, batch[0]).sum() / batch[1].sum().clamp(min=1)
+        found = batch[1].sum()
+        if kind == "negatives count":
+            mean = errors(model, batch[0]).sum() / found.clamp(min=1)
+        else:
+            mean = (errors(model, batch[0]) * batch[1]).sum() / found.clamp(min=1) + model.weight.square().sum()
+        return holdfast.Loss(mean, found) if declared else mean
 
     positives = torch.ones(10, 6, dtype=torch.long)
     positives[:, 3:] = 0
+    some = positives.clone()
+    some[1, 0] = 0
     with guarded(tmp_path, model, micro_batch_size=2) as guard:
         guard.step((X, positives), loss)  # as many in each image: a mean over images
-        some = positives.clone()
-        some[1, 0] = 0
         guard.step((X, some), loss)
         some[8:] = 0
         before = model.weight.detach().clone()
-        with pytest.raises(holdfast.BatchError, match="H207"):
-            guard.step((X, some), loss)
-        assert torch.equal(before, model.weight)
+        if kind == "negatives count":
+            with pytest.raises(holdfast.BatchError, match="H207"):
+                guard.step((X, some), loss)
+            assert torch.equal(before, model.weight)
+            return
+        terms = loss((X, some))
+        (expected,) = torch.autograd.grad(terms.mean if declared else terms, model.weight)
+        guard.step((X, some), loss)
+        torch.testing.assert_close(model.weight.grad, expected)

@@ -42,6 +42,34 @@ class Resumed(EventData):
     by: str = "guard"
 
 
+class SettingsKept(EventData):
+    """The script sets an optimizer or a scheduler up otherwise than the run began with; that stays in force."""
+
+    changed: tuple[str, ...]
+    why: str = (
+        "a run goes on with the settings of its checkpoint. To change them, set them after Guard(...), such as "
+        "optimizer.param_groups[0]['lr'], or begin in another directory"
+    )
+
+
+class GroupsChanged(EventData):
+    """Parameter groups were added since the run began, which the script will not have when it starts again."""
+
+    why: str = (
+        "a resume is refused (H313) unless Guard(...) is given the same groups: give the optimizer all of them from "
+        "the start, and set requires_grad"
+    )
+
+
+class PositionNotKept(EventData):
+    """A resumed run is stepped outside of `Guard.batches`, so that its batches are not those that follow."""
+
+    why: str = (
+        "the loop is not guard.batches(...), and begins wherever it begins: an epoch that was under way is repeated. "
+        "Iterate guard.batches(max_epochs=...), or go to the place of guard.global_step yourself"
+    )
+
+
 class BeginsAnew(EventData):
     """A framework began at step 0, although there are checkpoints in this directory."""
 

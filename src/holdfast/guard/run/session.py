@@ -80,6 +80,8 @@ class Session:
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
         self.validated = False  # a metric was given, for schedulers that need one
+        self._settings = parts.settings()  # those that the run began with
+        self._groups: int | None = len(parts.rates())  # None: it is said that there are others now
         self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
         self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
         self._drawn_at: tuple[tuple[int, int], RandomState] | None = None  # belongs to that position for certain
@@ -157,7 +159,7 @@ class Session:
     @property
     def is_calm(self) -> bool:
         """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
-        return self.policy.spike_action in ("off", "warn") or self.spikes.is_calm()
+        return self.policy.spike_action == "off" or self.spikes.is_calm()
 
     def save_the_rest(self, open_again: Callable[[], None]) -> None:
         """Save what no checkpoint holds as a run is closed: steps, or what has changed without one.
@@ -239,6 +241,9 @@ class Session:
 
     def training_state(self) -> dict[str, Any]:
         """Return what the guard itself adds to a checkpoint."""
+        if self._groups is not None and self._groups != len(self.parts.rates()):
+            self._groups = None
+            self.record.emit(run_events.GroupsChanged())
         cursor = self.cursor
         random_state = capture(self.parts.devices()) if cursor is None else cursor.random_state()
         if self._drawn_at is not None and self._drawn_at[0] == self._position():
@@ -254,6 +259,7 @@ class Session:
             "diagnosis": self._engine.diagnosis.state_dict(),
             "save_costs": [list(pair) for pair in self.saving.chooser.costs],
             "run": self._directory.run_id,
+            "settings": self._settings,
         }
 
     # --- restore --------------------------------------------------------------------------------------------
@@ -275,8 +281,16 @@ class Session:
         self.go_on_from(training)
         self.saving.chooser.costs.extend((stall, whole) for stall, whole in training["save_costs"])
         self.saving.resumed(entry)
+        self._compare_settings(training["settings"])
         self.record.emit(run_events.Resumed(checkpoint=entry.path.name, trained_batches=self._position()[1]))
         return entry.path
+
+    def _compare_settings(self, begun_with: dict[str, Any]) -> None:
+        given, self._settings = self._settings, begun_with
+        names = [name for name, value in begun_with.items() if name in given and given[name] != value]
+        if names:
+            changed = tuple(f"{name}: {begun_with[name]!r} stays, not {given[name]!r}" for name in names[:10])
+            self.record.emit(run_events.SettingsKept(changed=changed))
 
     def go_on_from(self, training: Mapping[str, Any]) -> None:
         """Go on counting and judging as the process did that saved this state."""

@@ -129,6 +129,8 @@ class Recovery:
         if isinstance(decision, Stop):
             # Whoever starts again has changed something.
             counters.nonfinite_in_a_row = counters.spikes_in_a_row = counters.rollbacks_in_a_row = 0
+            if error is DivergenceError:
+                self._session.state.spoil()  # what has run away is never saved
             raise self._persistent(decision.reason, error)
         return reason
 
@@ -181,7 +183,7 @@ class Recovery:
             return DivergenceError(
                 reason,
                 limit=f"max_rollbacks={self._policy.max_rollbacks} are spent",
-                fix="lower the learning rate (rollback_lr_factor), set max_grad_norm, lengthen the warm-up, or pass "
+                fix="lower the learning rate (rollback_lr_factor), set max_grad_norm, lengthen the warm-up; "
                 'leave spike_action at "warn" if the loss is meant to jump; the newest checkpoint is from before.',
                 rule="H503",
             )

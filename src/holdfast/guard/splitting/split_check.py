@@ -154,8 +154,14 @@ class SplitCheck:
     _seen: tuple[bool, bool] = field(default=(False, False), init=False)  # declares items, changes its batch
     uneven: list[str] = field(default_factory=list)  # found: states that the parts leave otherwise than the whole
 
-    def run(self, batch: Any, size: int) -> Verdict:
-        """Compare samples from the beginning and from all over a batch, and more where candidates disagree."""
+    def run(self, batch: Any, size: int, empty: int | None = None) -> Verdict:
+        """Compare samples from the beginning and from all over a batch, and more where candidates disagree.
+
+        Args:
+            batch: It.
+            size: Its samples.
+            empty: One that is known to hold nothing that counts, by the loss function's own word.
+        """
         self.states.keep()
         windows = [w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1]
         if not callable(self.split) and size > _SAMPLES:  # what is far apart in a batch may differ
@@ -168,7 +174,7 @@ class SplitCheck:
         with _modes(self.models.values(), mixing_layers), _plain_attention(self._devices()), torch.enable_grad():
             found = self._through(windows, weightings)
             if not callable(self.split):
-                found += self._with_an_empty_sample(batch, size, weightings)
+                found += self._with_an_empty_sample(batch, size, weightings, empty)
                 found += self._of_one_label(windows[0], batch, weightings)
         self._begin(0)
         changed_buffer = changed_buffer or next(iter(self.uneven), "")
@@ -212,10 +218,14 @@ class SplitCheck:
                 left.append(others.pop(telling.index(max(telling))))
         return found
 
-    def _with_an_empty_sample(self, batch: Any, size: int, weightings: Sequence[Weighting]) -> list[Verdict]:
+    def _with_an_empty_sample(
+        self, batch: Any, size: int, weightings: Sequence[Weighting], empty: int | None
+    ) -> list[Verdict]:
         """Compare three samples and one that holds nothing to count: it may have a loss all the same."""
         one_by_one = micro_batches(batch, size, 1, self.split)[:_MOST_ONE_BY_ONE]
         chosen = [tuple(with_an_empty_one(weighting, one_by_one, _SAMPLES)) for weighting in weightings]
+        if empty is not None:
+            chosen.insert(0, (*[place for place in range(size) if place != empty][: _SAMPLES - 1], empty))
         return [
             self._compare_if_it_fits(select(batch, size, places, self.split), weightings)
             for places in list(dict.fromkeys(filter(None, chosen)))[:_MOST_EMPTY]

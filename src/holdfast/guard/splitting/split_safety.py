@@ -240,6 +240,28 @@ class SplitSafety:
         """Return what the parts of a batch are weighted by, where the loss function does not say it itself."""
         return self._of(loss_fn).chosen()
 
+    def empty_is_tried(self, loss_fn: LossFunction) -> bool:
+        """Return whether a part without any items has been tried out, or is not to be."""
+        return self._of(loss_fn).tried_empty or not self._policy.check_split
+
+    def may_leave_out(self, work: Work, place: int) -> bool:
+        """Try out whether a part may weigh nothing that has no items but a loss; H207 if the policy asks for parts.
+
+        Args:
+            work: The step; its random state and buffers are to be put back.
+            place: The first sample of the part.
+        """
+        known = self._of(work.loss_fn)
+        known.tried_empty = True
+        self._try_split(known, work, empty=place)
+        refused = self._refused(known)
+        if refused is not None:
+            if isinstance(self._policy.micro_batch_size, int):
+                raise self._refusal(*refused)
+            known.said = refused
+            self._say(known, work.size, refused)
+        return refused is None
+
     def _tells_apart(self, known: _Known, work: Work) -> bool:
         """Say whether in this batch weights differ that were equal wherever the loss function was tried.
 
@@ -319,18 +341,19 @@ class SplitSafety:
         """Return whether a copy of this process can try out what a step does."""
         return self.parts.device_type() == "cpu" and backward_works_in_a_copy()
 
-    def _try_split(self, known: _Known, work: Work) -> None:
+    def _try_split(self, known: _Known, work: Work, empty: int | None = None) -> None:
         if not self._policy.check_split:
             known.verdict = Verdict(outcome="trusted", why="check_split=False")
             return
         assert work.size is not None
         check, batch, size = self._split_check(known, work), largest_of(work.batch, work.split), work.size
+        empty = None if isinstance(work.batch, Window) else empty
         forks = self._forks()
         if forks:
-            found = in_a_copy(lambda: attempted(lambda: check.run(batch, size)))
+            found = in_a_copy(lambda: attempted(lambda: check.run(batch, size, empty)))
         else:
             with isolated():  # the caller puts buffers and device random state back
-                found = attempted(lambda: check.run(batch, size))
+                found = attempted(lambda: check.run(batch, size, empty))
         if found.called:
             raise called_inside(found.called)
         known.verdict = found if known.verdict is None else merged([known.verdict, found])

@@ -37,6 +37,7 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import largest_of
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
+from holdfast.guard.step.passes import EmptyPartError
 from holdfast.guard.step.replay import Replay
 from holdfast.learning.probes import probe
 from holdfast.loader.splitting import Split, versions_of
@@ -225,7 +226,8 @@ class StepEngine:
                 found = find_out_of_memory(error)
                 mismatch = bool(self.ladder.plan.recompute) and may_come_of_recomputing(error)
                 unmeasurable = not mismatch and self.attempts.may_come_of_measuring(work, error)
-                if found is None and not mismatch and not unmeasurable:
+                empty = isinstance(error, EmptyPartError)
+                if found is None and not mismatch and not unmeasurable and not empty:
                     raise
                 failure = error
             # Out of the handler: only now can the frames of the failed attempt be dropped.
@@ -234,6 +236,12 @@ class StepEngine:
             self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
                 raise self._safety.batch_was_changed(work.loss_fn)
+            if isinstance(failure, EmptyPartError):
+                may_split = self._safety.may_leave_out(work, failure.place)
+                self.attempts.restore(work)
+                if not may_split:
+                    self.ladder.without_split()
+                continue
             if found is None and unmeasurable:
                 self._reports_no_gain = False
                 self.attempts.give_up_measuring(failure)

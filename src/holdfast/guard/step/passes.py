@@ -24,6 +24,18 @@ from holdfast.numerics.loss import Terms, bad_items, read_loss, without_graph
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 
 
+class EmptyPartError(Exception):
+    """A part that declares no items has a loss all the same: whether that counts has to be tried out.
+
+    Args:
+        place: Its first sample in the batch.
+    """
+
+    def __init__(self, place: int) -> None:
+        super().__init__("a part without items has a loss")
+        self.place = place
+
+
 class Passed(NamedTuple):
     """What a batch has given."""
 
@@ -75,7 +87,8 @@ class Passes:
         if isinstance(loss_fn, TwoPass):
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
             return Passed(terms.total().detach(), terms.read()[1][0])
-        tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops)
+        tried = self._safety.empty_is_tried(loss_fn)
+        tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops, empty_is_tried=tried)
         for index, (part, samples) in enumerate(parts):
             terms = self._forward(part, samples, loss_fn)
             weights = tally.weigh(terms, part, samples, partial(self._counted, parts[index + 1 :], loss_fn))
@@ -205,8 +218,9 @@ class LossScale:
 class _Tally:
     """The items, the loss and what was dropped, while the parts of a batch go by."""
 
-    def __init__(self, weighting: Weighting, size: int, *, drops: bool) -> None:
+    def __init__(self, weighting: Weighting, size: int, *, drops: bool, empty_is_tried: bool) -> None:
         self._weighting = weighting
+        self._empty_is_tried = empty_is_tried
         self._size = size
         self._drops = drops
         self._seen = 0  # samples
@@ -225,7 +239,11 @@ class _Tally:
         if not terms.declared:
             terms = Terms(means=terms.means, items=(self._weighting.count(part, samples),), declared=False)
         means, counts = terms.read()
+        empty = [mean for mean, count in zip(means, counts, strict=True) if not count]
+        to_try = not self._empty_is_tried and any(mean and math.isfinite(mean) for mean in empty)
         if not any(counts):
+            if to_try:
+                raise EmptyPartError(start)
             return None  # a part without any item has no mean, and weighs nothing
         if self._drops and _is_bad(means, counts):
             self._dropped.append((start, self._seen))
@@ -235,6 +253,8 @@ class _Tally:
             self._estimate(terms, counts, samples, count_rest)
         if len(counts) != len(self._estimates):
             raise _uneven(f"{len(self._estimates)} terms for one part of the batch and {len(counts)} for another")
+        if to_try:
+            raise EmptyPartError(start)
         self._items = [total + count for total, count in zip(self._items, counts, strict=True)]
         return [count / estimate if count else 0.0 for count, estimate in zip(counts, self._estimates, strict=True)]
 

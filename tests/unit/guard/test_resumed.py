@@ -1,0 +1,128 @@
+"""What a run that goes on after a restart keeps, and what it says about a script that has changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+
+X = torch.randn(100, 4, generator=torch.Generator().manual_seed(1))
+
+
+def make(rate: float = 0.1) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), rate)}
+
+
+def loss_of(model: nn.Module) -> Any:
+    return lambda x: (model(x) - x[:, :1]).square().mean()
+
+
+def kinds(guard: holdfast.Guard) -> list[str]:
+    return [event.kind for event in guard.events()]
+
+
+class Drawn:
+    """An iterable that draws its batches from a generator of its own."""
+
+    def __init__(self, kind: str) -> None:
+        self.own: Any = {
+            "torch": lambda: torch.Generator().manual_seed(3),
+            "numpy": lambda: np.random.default_rng(3),
+            "numpy, as it was": lambda: np.random.RandomState(3),
+            "python": lambda: random.Random(3),
+        }[kind]()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(5):
+            if isinstance(self.own, torch.Generator):
+                yield X[torch.randint(0, 100, (8,), generator=self.own)]
+            elif isinstance(self.own, random.Random):
+                yield X[self.own.sample(range(100), 8)]
+            else:
+                yield X[torch.from_numpy(self.own.permutation(100)[:8])]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "numpy, as it was", "python"])
+def test_a_generator_that_is_the_loader_s_own_goes_on_where_it_was(tmp_path, kind):
+    """A stop in the second epoch, whose first batches are read again, changes no batch."""
+
+    def run(folder: Path, *stops: int | None) -> torch.Tensor:
+        for stop in stops:
+            parts = make()
+            guard = holdfast.Guard(folder, loader=Drawn(kind), **parts)
+            for batch in guard.batches(max_epochs=3):
+                guard.step(batch, loss_of(parts["model"]))
+                if guard.global_step == stop:
+                    guard.request_stop()
+        return parts["model"].weight.detach()
+
+    assert torch.equal(run(tmp_path / "whole", None), run(tmp_path / "stopped", 8, None))
+
+
+def test_an_evaluation_that_a_stop_cuts_off_is_made_after_the_restart(tmp_path):
+    """The pattern of the guide: each epoch is evaluated once, whatever comes between."""
+    told = []
+
+    def run(stop_at: int | None) -> None:
+        guard = holdfast.Guard(tmp_path, loader=[X[:8]] * 3, **(parts := make()))
+        for batch in guard.batches(max_epochs=3):
+            if guard.epochs_validated < guard.epoch:
+                if guard.epoch == stop_at:
+                    guard.request_stop()
+                    continue
+                guard.validated(1.0)
+                told.append(guard.epoch)
+            guard.step(batch, loss_of(parts["model"]))
+        if stop_at is None:
+            assert guard.epochs_validated == 2
+
+    run(2)
+    run(None)
+    assert told == [1, 2]
+
+
+def test_a_script_that_sets_up_another_rate_is_told_that_the_run_keeps_its_own(tmp_path):
+    """Each time, and not where a schedule has changed the rate."""
+    for rate in (0.1, 0.1, 0.01, 0.01):
+        parts = make(rate)
+        schedule = torch.optim.lr_scheduler.StepLR(parts["optimizer"], 1, 0.5)
+        with holdfast.Guard(tmp_path, loader=[X[:8]] * 2, scheduler=schedule, **parts) as guard:
+            for batch in guard.batches(max_epochs=guard.epoch + 1):
+                guard.step(batch, loss_of(parts["model"]))
+        said = [event.data["changed"] for event in guard.events() if event.kind == "settings_kept"]
+    assert len(said) == 2
+    assert "optimizer.0.lr: 0.1 stays, not 0.01" in said[0]
+
+
+def test_a_loop_of_ones_own_is_told_after_a_restart_that_it_begins_anew(tmp_path):
+    """Once; and never in guard.batches."""
+    for restart, own in enumerate((True, False, True)):
+        parts = make()
+        with holdfast.Guard(tmp_path, loader=[X[:8]] * 2, **parts) as guard:
+            for batch in [X[:8]] * 2 if own else guard.batches(max_epochs=restart + 1):
+                guard.step(batch, loss_of(parts["model"]))
+        assert kinds(guard).count("position_not_kept") == (restart == 2)
+
+
+def test_groups_that_are_added_on_the_way_are_warned_of_before_a_resume_is_refused(tmp_path):
+    """The event comes with the next save."""
+    parts = make()
+    head = nn.Linear(4, 1)
+    parts["model"] = {"body": parts["model"], "head": head}
+    guard = holdfast.Guard(tmp_path, loader=[X[:8]] * 2, **parts)
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(parts["model"]["body"]))
+    parts["optimizer"].add_param_group({"params": head.parameters()})
+    for batch in guard.batches(max_epochs=2):
+        guard.step(batch, loss_of(nn.Sequential(*parts["model"].values())[:1]))
+    assert "groups_changed" in kinds(guard)
