@@ -21,6 +21,8 @@ from holdfast.recorder.run_files import ATTEMPT_LINE
 
 _READ_BYTES = 1 << 16
 _WRITE_BYTES = select.PIPE_BUF  # poll says "writable" when this much goes into a pipe without waiting
+# After a line or two a rest: a command that prints hundreds of lines a second would be read as often, for nothing.
+_FEW_BYTES, _REST_SECONDS = 4096, 0.02
 _MOST_PENDING = 1 << 20
 _HEAD_SHARE, _NEWEST_SHARE = 4, 2  # of a full log: its first quarter and its newest half are kept
 _FREE_BYTES = 1 << 16  # that a full disk must have again before it is written to
@@ -239,6 +241,8 @@ class Copier:
             return
         self._log.write(data)
         self._sources[source].pass_on(data)
+        if len(data) < _FEW_BYTES:
+            time.sleep(_REST_SECONDS)
 
     def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
         """After the end of the command: read what is left without waiting for the end of streams, and pass it on.
