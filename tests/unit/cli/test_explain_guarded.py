@@ -179,7 +179,9 @@ def test_a_divergence_is_h503_said_once_and_whole(tmp_path):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     batches = [(x, x.sum(1, keepdim=True) + torch.randn(16, 1)) for x in torch.randn(2000, 16, 8)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=50)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=50, spike_action="roll_back"
+    )
     with pytest.raises(holdfast.core.errors.DivergenceError) as caught:
         for batch in guard.batches(max_epochs=1):
             if guard.global_step >= 120:
