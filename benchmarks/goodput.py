@@ -17,7 +17,7 @@ import math
 
 from benchmarks.goodput_simulation import simulate_run
 from benchmarks.results_file import Result, read_options
-from holdfast.checkpoint.goodput import effective_training_time_ratio, optimal_interval_seconds, parse_failures
+from holdfast.checkpoint.goodput import effective_training_time_ratio, optimal_interval_seconds
 
 _BETWEEN = (1_200.0, 11_135.0, 103_860.0, 1e6, 2.6e7)
 _SAVES = (0.1, 5.0, 60.0, 600.0)
@@ -25,7 +25,8 @@ _STALLS = (1.0, 0.1, 0.01)
 _RESTARTS = (10.0, 300.0, 1200.0)
 _LENGTHS = (1 / 3, 1.0, 3.0)
 _NEAR = 0.005
-_CLUSTERS = (("Llama 3", "419/54d", 16_384), ("Meta RSC-1", "6.5/8000 gpu-days", 16_384))
+_DAY = 86_400.0
+_CLUSTERS = (("Llama 3", 16_384 * 54 * _DAY / 419), ("Meta RSC-1", 8000 * _DAY / 6.5))  # seconds of one GPU
 
 
 def compare_with_simulation(result: Result, failures: int) -> None:
@@ -66,8 +67,8 @@ def compare_with_best(result: Result) -> None:
 
 def show_clusters(result: Result) -> None:
     """Add the ratio at published failure rates, for a save that holds the loop and for one that hardly does."""
-    for (name, rate, counted_on), gpus in itertools.product(_CLUSTERS, (1024, 16_384, 65_536)):
-        between = parse_failures(rate, gpus=counted_on) * counted_on / gpus
+    for (name, between_of_one), gpus in itertools.product(_CLUSTERS, (1024, 16_384, 65_536)):
+        between = between_of_one / gpus
         for stall in (5.0, 0.05):
             interval = max(optimal_interval_seconds(stall, between, 300.0) - stall, 5.0 - stall)
             played, _ = simulate_run(interval, 5.0, between, 300.0, stall=stall, failures=20_000, seed=0)

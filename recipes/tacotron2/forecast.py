@@ -1,6 +1,6 @@
 """Will Tacotron 2 of the paper's size fit, and how: a forecast, without a GPU and without data.
 
-    holdfast plan recipes.tacotron2.forecast:build --device T4 --precision fp32 --lengths lengths.txt
+    holdfast plan recipes.tacotron2.forecast:build --device T4 --precision fp32
 
 Does not: train. A length is one of frames, of 256 samples each; a text has a symbol for every six of them. Each
 decoder step is traced, so that a plan takes time in proportion to the length.
@@ -17,7 +17,7 @@ from recipes.tacotron2.losses import Weights, losses_of
 from recipes.tacotron2.model import Tacotron2
 from recipes.tacotron2.sizes import PAPER
 
-LJSPEECH_FRAMES = 870  # no clip of LJSpeech lasts longer than 10.1 s: what --lengths is given for it
+LJSPEECH_FRAMES = 870  # no clip of LJSpeech lasts longer than 10.1 s: what `build_longest` plans for
 FRAMES_PER_SYMBOL = 6  # about: LJSpeech reads 14 characters in a second of 86 frames
 _FRAMES = 200
 _SEGMENT_STEPS = 50
@@ -44,3 +44,8 @@ def build(micro_batch_size: int = 2, length: int = _FRAMES) -> dict[str, Any]:
         "mel_lengths": torch.full((micro_batch_size,), length),
     }
     return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+
+
+def build_longest(micro_batch_size: int = 2) -> dict[str, Any]:
+    """Return the same with the longest clips of LJSpeech; see `build`."""
+    return build(micro_batch_size, LJSPEECH_FRAMES)

@@ -101,7 +101,7 @@ def test_the_commands_and_their_flags() -> None:
     }
     assert flags == {
         "demo": ["--json", "--out", "--seed"],
-        "checkpoints": ["--json", "--prune", "--verify"],
+        "checkpoints": ["--json", "--verify"],
         "explain": ["--attempt", "--json", "--status"],
         "run": [
             "--grace-seconds",
@@ -124,7 +124,6 @@ def test_the_commands_and_their_flags() -> None:
             "--device",
             "--global-batch-size",
             "--json",
-            "--lengths",
             "--margin",
             "--max-grad-norm",
             "--out",
@@ -136,8 +135,6 @@ def test_the_commands_and_their_flags() -> None:
         "loader": ["--batch-size", "--json", "--step-seconds"],
         "quarantine": ["--evidence", "--json", "--release", "--release-all"],
         "simulate": [
-            "--failures",
-            "--gpus",
             "--interval",
             "--json",
             "--mtbf",

@@ -1,4 +1,4 @@
-"""How often to save, and which share of the time of a long run trains it: closed forms, and failure rates as text.
+"""How often to save, and which share of the time of a long run trains it: closed forms, and durations as text.
 
 Time is lost to saving, to work that was done after the newest checkpoint when a failure came, and to restarting.
 Failures come at random with a constant rate (exponential), also while the run saves or restarts. Stdlib only. The
@@ -16,11 +16,9 @@ import re
 
 from holdfast.core.errors import PolicyError
 
-_NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)"
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0, "y": 31_557_600.0}
 _WORDS = {"sec": "s", "second": "s", "minute": "min", "hour": "h", "day": "d", "week": "w", "year": "y"}
-_DURATION = re.compile(rf"{_NUMBER}\s*([a-z]+)")
-_RATE = re.compile(rf"{_NUMBER}\s*/\s*{_NUMBER}?\s*(gpu[- ]?)?([a-z]+)")
+_DURATION = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-z]+)")
 
 
 def optimal_interval_seconds(
@@ -120,42 +118,14 @@ def parse_seconds(text: str) -> float:
     """
     bare = text.strip().lower()
     found = _DURATION.fullmatch(bare + ("" if bare[-1:].isalpha() else "s"))  # not any letter: 1e6 is a bare number
-    unit = None if found is None else _unit(found[2])
-    if found is None or unit is None:
-        raise _unreadable(text, "a duration is a number and one of s, min, h, d, w, y", "write 3.1h, 20min or 54d.")
-    return float(found[1]) * unit
-
-
-def parse_failures(text: str, *, gpus: int) -> float:
-    """Return the mean seconds between two failures of a job, from a count of failures.
-
-    Args:
-        text: ``"419/54d"``: so many in that time, of the whole job. ``"1/50000 gpu-hours"``: so many in that much
-            time of one device.
-        gpus: Devices of the job, at least 1; without effect on a count of the whole job.
-
-    Raises:
-        PolicyError: H705 for a text that is no rate.
-
-    Example:
-        >>> round(parse_failures("419/54d", gpus=16_384) / 3600, 2)
-        3.09
-    """
-    found = _RATE.fullmatch(text.strip().lower())
-    unit = None if found is None else _unit(found[4])
-    if found is None or unit is None or not 0 < float(found[1]) < math.inf or not 0 < float(found[2] or 1) < math.inf:
-        raise _unreadable(
-            text,
-            "failures are a count above 0, a slash and a time",
-            "write 419/54d of the whole job, or 1/50000 gpu-hours; or pass --mtbf 3.1h.",
-        )
-    return float(found[2] or 1) * unit / float(found[1]) / (gpus if found[3] else 1)
-
-
-def _unit(word: str) -> float | None:
+    word = "" if found is None else found[2]
     single = word if word == "s" else word.removesuffix("s")
-    return _SECONDS.get(_WORDS.get(single, single))
-
-
-def _unreadable(text: str, limit: str, fix: str) -> PolicyError:
-    return PolicyError(f"{text!r} cannot be read", limit=limit, fix=fix, rule="H705")
+    unit = _SECONDS.get(_WORDS.get(single, single))
+    if found is None or unit is None:
+        raise PolicyError(
+            f"{text!r} cannot be read",
+            limit="a duration is a number and one of s, min, h, d, w, y",
+            fix="write 3.1h, 20min or 54d.",
+            rule="H705",
+        )
+    return float(found[1]) * unit

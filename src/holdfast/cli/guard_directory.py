@@ -29,24 +29,20 @@ _RunDir = Annotated[Path, typer.Argument(help="Directory that was given to Guard
 def checkpoints(
     run_dir: _RunDir,
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte of every checkpoint.")] = False,
-    prune: Annotated[
-        int | None, typer.Option("--prune", min=1, metavar="K", help="Keep the newest K, and the last good one.")
-    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run, newest first; with --verify check them, with --prune delete old ones."""
+    """List the checkpoints of a run, newest first; with --verify check them."""
     with failing_clearly(as_json=as_json):
         store = store_of(run_dir)
-        removed = [] if prune is None else _prune(run_dir, store, prune)
         entries = store.entries()
         described = [_checkpoint_row(entry, verify=verify) for entry in entries]
         # A run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
         rows += [_checkpoint_row(entry, verify=False, status="damaged, moved aside") for entry in store.damaged()]
     if as_json:
-        print_json({"run_dir": str(run_dir), "checkpoints": rows, "removed": [path.name for path in removed]})
+        print_json({"run_dir": str(run_dir), "checkpoints": rows})
     else:
-        _print_checkpoints(rows, removed)
+        _print_checkpoints(rows)
     if any(row["status"].startswith(("damaged:", "cannot be read now")) for row in rows):
         raise typer.Exit(CHECK_FAILED)
 
@@ -68,15 +64,6 @@ def store_of(run_dir: Path) -> Store:
     return store
 
 
-def _prune(run_dir: Path, store: Store, keep: int) -> list[Path]:
-    directory = RunDirectory(run_dir)
-    directory.acquire()  # never delete under a run that trains
-    try:
-        return store.prune(keep)
-    finally:
-        directory.release()
-
-
 def _checkpoint_row(entry: Entry, *, verify: bool, status: str = "complete") -> dict[str, Any]:
     facts: dict[str, Any] = {"name": entry.path.name, "global_step": entry.global_step, "status": status}
     try:
@@ -94,7 +81,7 @@ def _checkpoint_row(entry: Entry, *, verify: bool, status: str = "complete") -> 
     return {**facts, "status": "verified"} if verify else facts
 
 
-def _print_checkpoints(rows: list[dict[str, Any]], removed: list[Path]) -> None:
+def _print_checkpoints(rows: list[dict[str, Any]]) -> None:
     table = Table("checkpoint", "step", "size", "saved (UTC)", "status")
     for row in rows:
         written = size(row["size_bytes"]) if "size_bytes" in row else "?"
@@ -104,8 +91,6 @@ def _print_checkpoints(rows: list[dict[str, Any]], removed: list[Path]) -> None:
         console().print(table)
     else:
         typer.echo("no checkpoints yet")
-    for path in removed:
-        typer.echo(f"removed {path.name}")
 
 
 def quarantine(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -56,9 +55,6 @@ Precisions = Annotated[
         help="Of fp32, bf16, fp16, what you have now first; else fp32 and bf16, or fp16 where there is no bf16.",
     ),
 ]
-Lengths = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Lengths of your samples, one a line: plans for the longest.")
-]
 Margin = Annotated[
     str | None,
     typer.Option(
@@ -74,7 +70,6 @@ def run(
     device: Devices,
     global_batch_size: GlobalBatchSize = None,
     precision: Precisions = None,
-    lengths: Lengths = None,
     margin: Margin = None,
     max_grad_norm: MaxGradNorm = None,
     out: Out = None,
@@ -93,7 +88,6 @@ def run(
             devices=devices,
             precisions=_read_precisions(precision, devices),
             global_batch_size=global_batch_size,
-            longest=None if lengths is None else max(read_lengths(lengths)),
             margin_bytes=_read_margin(margin),
             max_grad_norm=max_grad_norm,
             verify=verify,
@@ -122,32 +116,6 @@ def _check_out(out: Path | None, devices: int) -> None:
         raise _wrong(f"--out for {devices} devices", "a policy is for one", "name one --device.")
     if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
         raise PermissionError(f"{out} cannot be written")
-
-
-def read_lengths(path: Path) -> list[int]:
-    """Return the lengths in a file: whole numbers, one a line.
-
-    Raises:
-        PolicyError: It holds none, or something else (H419).
-    """
-    found, wrong = [], ""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        lines, wrong = [], "it is no text"
-    for number, line in enumerate(map(str.strip, lines), start=1):
-        if line and not re.fullmatch(r"0*[1-9]\d{0,17}", line, re.ASCII):
-            wrong = f"line {number} is {line[:40]!r}"
-            break
-        found += [int(line)] if line else []
-    if found and not wrong:
-        return found
-    raise PolicyError(
-        f"lengths file {path}: {wrong or 'it is empty'}",
-        limit="whole numbers above 0 are needed, one a line: the lengths of your samples",
-        fix="write one length a line, in the unit of the batch's second dimension (tokens, frames).",
-        rule="H419",
-    )
 
 
 def _read_precisions(text: str | None, devices: Iterable[Device]) -> tuple[str, ...]:
@@ -254,7 +222,6 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
     return {
         "factory": order.factory,
         "global_batch_size": order.global_batch_size,
-        "longest": order.longest,
         "rows": [_row(row, relative) for plan in forecast.plans for row, relative in with_relative_times(plan.rows)],
         "devices": [_device(plan) for plan in forecast.plans],
         "traced": {
@@ -361,13 +328,12 @@ def _beside_the_policy(forecast: Forecast, row: Row) -> Iterable[str]:
 
 
 def _command_of(order: Order) -> str:
-    """Return the command that makes a forecast again; of a file of lengths only the longest is known."""
+    """Return the command that makes a forecast again."""
     asked = [f"holdfast plan {order.factory}", *(f'--device "{device.name}"' for device in order.devices)]
     asked.append(f"--precision {','.join(order.precisions)}")
     asked += [] if order.global_batch_size is None else [f"--global-batch-size {order.global_batch_size}"]
     asked += [] if order.margin_bytes is None else [f"--margin {order.margin_bytes / 2**20:g}MiB"]
     asked += [] if order.max_grad_norm is None else [f"--max-grad-norm {order.max_grad_norm:g}"]
-    asked += [] if order.longest is None else [f"--lengths FILE (the longest: {order.longest})"]
     return " ".join(asked)
 
 

@@ -1,4 +1,4 @@
-"""`holdfast simulate RUN_DIR --failures 419/54d`: how much of its time would a long run train, at which interval?
+"""`holdfast simulate RUN_DIR --mtbf 3.1h`: how much of its time would a long run train, at which interval?
 
 What a save costs and how often the run makes one is read from its recording; options replace what was read. The
 formulas are in ``checkpoint.goodput``. Needs no torch, so it is quick.
@@ -17,12 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from holdfast.checkpoint.goodput import (
-    effective_training_time_ratio,
-    optimal_interval_seconds,
-    parse_failures,
-    parse_seconds,
-)
+from holdfast.checkpoint.goodput import effective_training_time_ratio, optimal_interval_seconds, parse_seconds
 from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.core.events.event import Event
@@ -32,14 +27,8 @@ from holdfast.recorder.reader import read_events, read_steps
 
 
 def run(
+    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Mean time between failures of the job, such as 3.1h.")],
     run_dir: Annotated[Path | None, typer.Argument(help="Directory that was given to Guard.")] = None,
-    gpus: Annotated[int, typer.Option(min=1, max=10**9, help="Devices of the job, for a rate of one device.")] = 1,
-    failures: Annotated[
-        str | None, typer.Option(metavar="RATE", help="419/54d of the whole job, or 1/50000 gpu-hours.")
-    ] = None,
-    mtbf: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Mean time between failures of the job, such as 3.1h.")
-    ] = None,
     save_seconds: Annotated[float | None, typer.Option(help="What a save takes; else as recorded.")] = None,
     restart_seconds: Annotated[float, typer.Option(help="From a failure until training goes on.")] = 300.0,
     interval: Annotated[
@@ -50,7 +39,7 @@ def run(
     """Print which share of its time a long run would train, and where the rest goes."""
     with failing_clearly(as_json=as_json):
         recorded = Recorded() if run_dir is None else _recorded(run_dir)
-        between = _between_failures(failures, mtbf, gpus)
+        between = parse_seconds(mtbf)
         costs = _costs(recorded, save_seconds, restart_seconds)
         given = None if interval is None else parse_seconds(interval)
         rows = [
@@ -120,17 +109,6 @@ def _stall(save: Event) -> float:
 def _median(values: Iterable[float]) -> float | None:
     known = list(values)
     return statistics.median_low(known) if known else None
-
-
-def _between_failures(failures: str | None, mtbf: str | None, gpus: int) -> float:
-    if (failures is None) == (mtbf is None):
-        raise PolicyError(
-            "neither --failures nor --mtbf" if mtbf is None else "both --failures and --mtbf",
-            limit="how often the job fails is said in one way",
-            fix="pass --failures 419/54d (Llama 3 on 16384 GPUs), --failures '1/50000 gpu-hours', or --mtbf 3.1h.",
-            rule="H707",
-        )
-    return parse_seconds(mtbf or "") if failures is None else parse_failures(failures, gpus=gpus)
 
 
 def _costs(recorded: Recorded, save: float | None, restart: float) -> dict[str, float]:

@@ -119,7 +119,7 @@ def metrics(
     from holdfast.report.sources import check_run
 
     given = {"tensorboard": tensorboard, "jsonl": jsonl, "wandb": wandb, "mlflow": mlflow}
-    wanted = [f"{name}={target}" for name, target in given.items() if target is not None]
+    wanted = {name: target for name, target in given.items() if target is not None}
     with failing_clearly(as_json=as_json):
         path = check_run(run_dir)
         if not wanted:

@@ -18,7 +18,6 @@ from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
 from holdfast.learning.finding import Finding, demoted, with_origin
 from holdfast.learning.inputs import tensors_in
-from holdfast.learning.layers import flow_summary
 from holdfast.learning.observer import Observer
 
 if TYPE_CHECKING:
@@ -75,8 +74,6 @@ class Diagnosis:
             if self._record.is_open and self._observer.steps:
                 self._observer.finish()
                 self._emit(self._observer.take_fresh())
-                if not self._observer.window:  # or the last step has done it already
-                    self._emit_flow()
             self._observer.close()
 
     def given(self, batch: Any, *, again: bool) -> None:
@@ -127,8 +124,6 @@ class Diagnosis:
         clipped = limit is not None and facts.total > limit
         fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
         self._emit(fresh)
-        if self._observer.window:
-            self._emit_flow()
         if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
             known = self._observer.findings()
             self.seeks_cause = not any(each.kind == "cause" and each.severity != "note" for each in known)
@@ -167,12 +162,6 @@ class Diagnosis:
             kind = run_events.Note if finding.severity == "note" else run_events.Finding
             facts = asdict(with_origin(finding, self._origin))
             self._record.emit(kind(about=facts.pop("kind"), **facts))
-
-    def _emit_flow(self) -> None:
-        assert self._observer is not None
-        summary = flow_summary(self._observer.facts())
-        if summary is not None:
-            self._record.emit(run_events.GradientFlow(**summary))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what later judgements need of the past."""

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from holdfast.learning.facts import Facts, LayerFacts
+from holdfast.learning.facts import LayerFacts
 from holdfast.learning.measures import dense_gradient, median, norms_of, sample_of
 
 _MOST_CALLS = 8
 """Calls of one activation in one pass that are looked at: a recurrent loop makes hundreds, much alike."""
-_SHOWN = 12
-"""Layers in the summary for an event."""
 
 
 class Gradients(NamedTuple):
@@ -152,32 +150,3 @@ class ActivationObserver:
     def saturated(self) -> dict[str, float]:
         """Return the usual share of values within a hundredth of the bounds, by tanh or sigmoid."""
         return {key: median(shares) or 0.0 for key, shares in self._saturated.items()}
-
-
-def flow_summary(facts: Facts) -> dict[str, Any] | None:
-    """Return what is known of gradients and updates, small enough for an event; None if no layer was observed.
-
-    ``gradient_norm``: middle of the observed norms, by optimizer. ``profile``: root mean square of the gradient's
-    elements of at most 12 matrices, from input to output. ``update_to_weight``: the smallest and the largest length
-    of a step over the length of the weights (about 1e-3 is usual), by parameter. ``dead_units`` and ``saturated``:
-    shares by module, above a tenth only.
-    """
-    layers = {name: layer for name, layer in facts.layers.items() if layer.with_gradient}
-    if not layers:
-        return None
-    matrices = [(name, layer.gradient_rms) for name, layer in layers.items() if layer.dims > 1]
-    stride = max(1, -(-len(matrices) // _SHOWN))
-    ratios = sorted((layer.ratio, name) for name, layer in layers.items() if layer.ratio is not None)
-    dead = {name: shares[-1] for name, shares in facts.dead_units.items() if shares and shares[-1] > 0.1}
-    return {
-        "layers": len(layers),
-        "gradient_norm": {
-            name: sorted(optimizer.gradient_norms)[len(optimizer.gradient_norms) // 2]
-            for name, optimizer in facts.optimizers.items()
-            if optimizer.gradient_norms
-        },
-        "profile": dict(matrices[::stride]),
-        "update_to_weight": {name: ratio for ratio, name in (*ratios[:1], *ratios[1:][-1:])},
-        "dead_units": dict(list(dead.items())[:_SHOWN]),
-        "saturated": {name: share for name, share in list(facts.saturated.items())[:_SHOWN] if share > 0.1},
-    }

@@ -106,7 +106,6 @@ class Observer:
         guided: bool = False,
     ) -> None:
         self.failure: str | None = None
-        self.window = False  # the last step was judged as a whole
         self._facts = Facts(total_steps=total_steps, objective=objective)
         self._ignore, self._guided = frozenset(ignore), guided
         self._prefixes = {name: "" if len(models) == 1 else f"{name}." for name in models}
@@ -313,9 +312,9 @@ class Observer:
         self.hooks.end_step()
         self._observed += sampled
         rounds = self._observed / max(1, len(self._optimizers))
-        self.window = self._window_due()
-        if self.window or (sampled and (rounds in _JUDGED or rounds % FULL_ROUNDS == 0)):
-            self._judge(windows=self.window)
+        window = self._window_due()
+        if window or (sampled and (rounds in _JUDGED or rounds % FULL_ROUNDS == 0)):
+            self._judge(windows=window)
 
     def _window_due(self) -> bool:
         steps, total = self.steps, self._facts.total_steps

@@ -64,27 +64,6 @@ def test_a_flipped_bit_is_found_and_is_exit_code_1(run_dir):
     assert "sha256" in call("checkpoints", run_dir, "--verify").output
 
 
-def test_prune_keeps_the_newest_and_the_last_good_one(run_dir):
-    """--prune 1 keeps more than one checkpoint while the newest does not verify."""
-    flip_bit(run_dir / "checkpoints/000004-step00000006/state.json", 30)
-    pruned = json.loads(call("checkpoints", run_dir, "--prune", 1, "--json").output)
-    assert pruned["removed"] == ["000002-step00000002"]
-    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {
-        "000003-step00000004",
-        "000004-step00000006",
-    }
-
-
-def test_prune_refuses_to_delete_under_a_live_run(run_dir):
-    """A run that holds the directory keeps its checkpoints."""
-    model = torch.nn.Linear(2, 1)
-    with holdfast.Guard(run_dir, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)):
-        refused = call("checkpoints", run_dir, "--prune", 1, "--json")
-    assert refused.exit_code == 2
-    assert json.loads(refused.output)["error"]["rule"] == "H301"
-    assert len(list((run_dir / "checkpoints").iterdir())) == 3
-
-
 def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(run_dir):
     """What was there when the list was made and is gone when it is read is no damaged checkpoint."""
     oldest = run_dir / "checkpoints/000002-step00000002"

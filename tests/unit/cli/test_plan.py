@@ -12,7 +12,7 @@ from tests.unit.forecast.made_forecasts import make_plans, small_device
 from typer.testing import CliRunner, Result
 
 from holdfast.cli.main import make_app
-from holdfast.cli.plan import as_json, as_yaml, print_forecast, read_lengths
+from holdfast.cli.plan import as_json, as_yaml, print_forecast
 from holdfast.forecast.plan.forecasting import Forecast
 
 FACTORIES = Path(__file__).parents[1] / "forecast" / "forecast_factories.py"
@@ -57,32 +57,6 @@ def test_options_that_mean_nothing_are_refused_at_once(options, word):
     error = refused("--device", "T4", *options)
     assert error["rule"] == "H421"
     assert word in error["limit"]
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        (b"", "empty"),
-        (b"\n \n", "empty"),
-        (b"12\nseven\n", "line 2 is 'seven'"),
-        (b"0\n", "line 1"),
-        (b"-3\n", "line 1"),
-        (b"1.5\n", "line 1"),
-        (b"\xff\xfe\x00", "no text"),
-    ],
-)
-def test_a_lengths_file_without_lengths_is_refused(tmp_path, content, why):
-    """The first line that is no length is named."""
-    (tmp_path / "lengths.txt").write_bytes(content)
-    error = refused("--device", "T4", "--lengths", tmp_path / "lengths.txt")
-    assert error["rule"] == "H419"
-    assert why in error["what"]
-
-
-def test_a_lengths_file_may_begin_with_a_byte_order_mark(tmp_path):
-    """As editors on Windows write it."""
-    (tmp_path / "lengths.txt").write_bytes(b"\xef\xbb\xbf12\r\n7\r\n")
-    assert read_lengths(tmp_path / "lengths.txt") == [12, 7]
 
 
 def test_the_table_tells_each_plan_and_what_to_take(capsys):
@@ -160,19 +134,6 @@ def test_a_plan_is_made_and_written(tmp_path):
     assert {row["recompute"] for row in shown["rows"]} == {"none", "some", "all"}
     assert any("forecast_factories.py" in line for line in device["owners"]["lines"])
     assert yaml.safe_load(out.read_text()) == device["recommended"]["policy"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
-def test_lengths_are_planned_for_the_longest(tmp_path):
-    """A batch of the longest samples leaves memory for fewer of them than the sample batch's own length."""
-    (tmp_path / "lengths.txt").write_text("12\n256\n\n40\n")
-    common = ["--device", "1500MiB", "--margin", "100MiB", "--precision", "fp32", "--no-verify", "--json"]
-    long, short = (
-        json.loads(call(*common, *more).stdout)["rows"][0]["micro_batch_size"]
-        for more in (["--lengths", tmp_path / "lengths.txt"], [])
-    )
-    assert 0 < 4 * long < short
 
 
 @pytest.mark.slow

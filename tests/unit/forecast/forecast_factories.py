@@ -117,9 +117,9 @@ def own_step_of_a_size() -> dict[str, Any]:
     model = nn.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(batch_size: int, length: int | None = None) -> None:
+    def step(batch_size: int) -> None:
         optimizer.zero_grad()
-        model(torch.randn(batch_size, length or 5, 32)).square().mean().backward()
+        model(torch.randn(batch_size, 5, 32)).square().mean().backward()
         optimizer.step()
 
     return {"model": model, "optimizer": optimizer, "step": step}

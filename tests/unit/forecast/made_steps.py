@@ -298,7 +298,6 @@ class _Step:
             block_runs=tuple(self.block_runs),
             variants=tuple(self.variants),
             micro_batch_size=self.batch,
-            length=None,
             precision="fp32",
             route="cpu",
             assumptions=(),

@@ -58,13 +58,13 @@ def real_peak() -> int:
 def traced_peak() -> int:
     """Return the peak of a trace, as the child process makes it where build() ran with real weights."""
     with forecast_device("cpu") as device:
-        options: dict[str, Any] = {"size": SAMPLES, "length": None, "loading": contextlib.nullcontext}
+        options: dict[str, Any] = {"size": SAMPLES, "loading": contextlib.nullcontext}
         with device.suspended():
             built = building.call_factory("jobs.py:build", adamw_in_backward, **options)
         traced = Job(built, device)
         with Tracer(device.device, scratch=scratch_cpu.scratch_of) as tracer:
             tracer.watch(models=traced.models, optimizers=traced.optimizers.values(), blocks=traced.blocks)
-            traced.settle(SAMPLES, None)
+            traced.settle(SAMPLES)
             traced.step(SAMPLES)
             with tracer.recording():
                 traced.step(SAMPLES)

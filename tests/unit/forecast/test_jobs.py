@@ -15,10 +15,8 @@ import torch
 import yaml
 from torch import nn
 
-from holdfast.core.errors import BatchError, PolicyError
-from holdfast.forecast.fake.device import forecast_device
+from holdfast.core.errors import PolicyError
 from holdfast.forecast.job import building
-from holdfast.forecast.job.jobs import Job
 from holdfast.forecast.job.user_functions import find_loss
 from holdfast.forecast.trace.block_runs import find_blocks
 from holdfast.numerics.loss import Loss
@@ -35,7 +33,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def called(factory: Any, **options: Any) -> building.Built:
-    given = {"size": 2, "length": None, "loading": contextlib.nullcontext, **options}
+    given = {"size": 2, "loading": contextlib.nullcontext, **options}
     return building.call_factory("jobs.py:build", factory, **given)
 
 
@@ -54,17 +52,8 @@ def test_a_dict_with_a_loss_function_and_a_batch_is_read() -> None:
 
 
 def test_a_factory_is_told_what_it_has_parameters_for() -> None:
-    """A factory with parameters for size and length gets both, one without gets neither."""
-    seen: dict[str, Any] = {}
-
-    def build(micro_batch_size: int, length: int = 7) -> dict[str, Any]:
-        seen.update(size=micro_batch_size, length=length)
-        return parts(loss_fn=len)
-
-    assert called(build, size=6, length=50).batch_size == 6
-    assert seen == {"size": 6, "length": 50}
-    assert called(build, size=6, length=50).knows_length
-    assert not called(lambda: parts(loss_fn=len), length=50).knows_length
+    """A factory with a parameter for the size gets it, whatever it returns is of that size."""
+    assert called(lambda batch_size: parts(loss_fn=len, batch_size=9), size=6).batch_size == 6
 
 
 def test_a_loader_gives_its_first_batch_without_workers() -> None:
@@ -155,35 +144,3 @@ def test_blocks_are_repeated_modules_or_else_the_children() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert [name for name, _ in find_blocks({"": repeated})] == ["1", "2"]
     assert [name for name, _ in find_blocks({"net": plain})] == ["net.0", "net.2"]
-
-
-@contextlib.contextmanager
-def job_of(returned: Any, length: int | None = None) -> Iterator[Job]:
-    """Make a job on the fake CPU, which needs no process of its own."""
-    with forecast_device("cpu") as device:
-        built = called(returned, length=length)
-        yield Job(built, device)
-
-
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(2, 1)
-    return model, torch.optim.SGD(model.parameters())
-
-
-def test_a_length_that_nobody_takes_is_refused() -> None:
-    """Neither the step nor its factory has a parameter for it, and there is no batch to make longer."""
-
-    def build() -> dict[str, Any]:
-        model, optimizer = trained()
-
-        def step(batch_size: int) -> None:
-            model(torch.zeros(batch_size, 2)).mean().backward()
-            optimizer.step()
-
-        return {"model": model, "optimizer": optimizer, "step": step}
-
-    with job_of(build, length=50) as job:
-        with pytest.raises(BatchError, match="takes no length, and 50 was asked for") as caught:
-            job.settle(2, 50)
-        assert caught.value.rule == "H413"
-        job.settle(2, None)

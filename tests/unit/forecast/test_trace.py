@@ -24,7 +24,7 @@ from holdfast.forecast.trace.events import (
 )
 from holdfast.forecast.trace.recording import FORWARD, OPTIMIZER, Ledger, Ran, Recording, as_trace
 
-DESCRIBED = {"micro_batch_size": 2, "length": None, "precision": "fp32", "route": "cpu"}
+DESCRIBED = {"micro_batch_size": 2, "precision": "fp32", "route": "cpu"}
 
 
 class Memory:

@@ -412,17 +412,6 @@ class DiagnosisLimited(_Why):
     """The diagnosis sees less than it could."""
 
 
-class GradientFlow(EventData):
-    """Gradients and updates over a window: see `learning.flow_summary.flow_summary`."""
-
-    layers: int
-    gradient_norm: Mapping[str, float]
-    profile: Mapping[str, float]
-    update_to_weight: Mapping[str, Any]
-    dead_units: Mapping[str, float]
-    saturated: Mapping[str, float]
-
-
 class Aligned(EventData):
     """How the attention of a speech synthesiser lies: see `numerics.alignment.alignment_facts`."""
 

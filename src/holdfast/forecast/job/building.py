@@ -5,11 +5,10 @@ A factory returns a dict:
     {"model": …, "optimizer": …, "loss_fn": f, "batch": …}    f(batch) or f(model, batch) returns the loss; a
                                                               ``loader`` in place of ``batch``: its first batch
     {"model": …, "optimizer": …, "step": f, "batch": …}       f(batch), f(model, batch) or f(guard, batch) is a step
-    {"model": …, "optimizer": …, "step": f}                   f(batch_size), or f(batch_size, length=…)
+    {"model": …, "optimizer": …, "step": f}                   f(batch_size)
 
 Models and optimizers may be dicts. A batch that is a dict needs no function: ``model(**batch).loss`` is taken. Other
-keys, such as ``scheduler``, are passed over. A factory with a parameter ``micro_batch_size`` or ``length`` is called
-with it.
+keys, such as ``scheduler``, are passed over. A factory with a parameter ``micro_batch_size`` is called with it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from holdfast.forecast.trace.attribution import line_of
 _NEEDS_CUDA = re.compile(
     r"cuda|nvidia|cudnn|libc10_hip|flash[_-]attn|triton|apex|xformers|bitsandbytes", re.IGNORECASE
 )
-_SIZE_NAMES, _LENGTH_NAMES = ("micro_batch_size", "batch_size"), ("length", "sequence_length", "seq_len")
+_SIZE_NAMES = ("micro_batch_size", "batch_size")
 
 Function = Callable[..., Any]
 Loading = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -57,7 +56,6 @@ class Built:
     has_batch: bool
     batch_size: int | None = None
     split: int = 0
-    knows_length: bool = False
 
 
 def load_factory(name: str) -> Function:
@@ -79,15 +77,15 @@ def load_factory(name: str) -> Function:
     return found  # type: ignore[no-any-return]
 
 
-def call_factory(name: str, factory: Function, *, size: int, length: int | None, loading: Loading) -> Built:
-    """Call a factory, with `size` and `length` if it has parameters for them, and read what it returns.
+def call_factory(name: str, factory: Function, *, size: int, loading: Loading) -> Built:
+    """Call a factory, with `size` if it has a parameter for it, and read what it returns.
 
     `loading` makes the context in which a loader is asked for a batch.
 
     Raises:
         PolicyError: H410 or H411 if it raises, H412 if it returns something else.
     """
-    given = _accepted(factory, size, length)
+    given = {key: size for key in _SIZE_NAMES if key in inspect.signature(factory).parameters}
     try:
         returned = factory(**given)
     except HoldfastError:
@@ -95,14 +93,7 @@ def call_factory(name: str, factory: Function, *, size: int, length: int | None,
     except (Exception, SystemExit) as error:  # whatever the user's function does
         raise _failed(name, "when it was called", error) from error
     built = _read(name, factory, returned, loading)
-    known = next((given[key] for key in _SIZE_NAMES if key in given), built.batch_size)
-    return dataclasses.replace(built, batch_size=known, knows_length=bool(given.keys() & set(_LENGTH_NAMES)))
-
-
-def _accepted(factory: Function, size: int, length: int | None) -> dict[str, int]:
-    parameters = inspect.signature(factory).parameters
-    offered = {**dict.fromkeys(_SIZE_NAMES, size), **({} if length is None else dict.fromkeys(_LENGTH_NAMES, length))}
-    return {key: value for key, value in offered.items() if key in parameters}
+    return dataclasses.replace(built, batch_size=size) if given else built
 
 
 def _read(name: str, factory: Function, returned: Any, loading: Loading) -> Built:
@@ -160,27 +151,18 @@ def _named(name: str, factory: Function, given: Any, what: str, kind: type) -> d
     return found
 
 
-def length_parameter(function: Function | None) -> str | None:
-    """Return the name of the parameter of a function that takes the length of samples, or None."""
-    parameters = _parameters(function)
-    return next((name for name in _LENGTH_NAMES if name in parameters), None)
-
-
 def positional_parameters(function: Function | None) -> list[str]:
     """Return the names of the parameters that a function must be given."""
+    try:
+        parameters = {} if function is None else inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return []
     return [
         name
-        for name, parameter in _parameters(function).items()
+        for name, parameter in parameters.items()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and parameter.default is parameter.empty
     ]
-
-
-def _parameters(function: Function | None) -> Mapping[str, inspect.Parameter]:
-    try:
-        return {} if function is None else inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
 
 
 def place_of(function: Any) -> str:

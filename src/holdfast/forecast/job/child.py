@@ -81,7 +81,6 @@ class _Tracing:
     def __init__(self, request: dict[str, Any], say: Say) -> None:
         self._request, self._say = request, say
         self._sizes: list[int] = request["sizes"]
-        self._length: int | None = request["length"]
         self._job: Job
         self._device: ForecastDevice
         self._tracer: Tracer
@@ -102,7 +101,7 @@ class _Tracing:
                 job.claim = self._tracer.claim
                 self._tracer.watch(models=job.models, optimizers=job.optimizers.values(), blocks=job.blocks)
                 self._begin("making a first step")
-                job.settle(self._sizes[0], self._length)
+                job.settle(self._sizes[0])
                 traces, seconds = self._trace_sizes()
         files = [f"{number}.npz" for number in range(len(traces))]
         for file, traced in zip(files, traces, strict=True):
@@ -126,14 +125,13 @@ class _Tracing:
         name = self._request["factory"]
         factory = building.load_factory(name)
         self._begin("building the model")
-        given: dict[str, Any] = {"size": self._sizes[0], "length": self._length, "loading": self._device.suspended}
-        return building.call_factory(name, factory, **given)
+        return building.call_factory(name, factory, size=self._sizes[0], loading=self._device.suspended)
 
     def _trace_sizes(self) -> tuple[list[Trace], list[float]]:
         """Return a trace of each size that is asked for, and how long it took."""
         traces, seconds = [], []
         for size in self._sizes:
-            self._begin(f"tracing a step of {size} samples" + (f" of length {self._length}" if self._length else ""))
+            self._begin(f"tracing a step of {size} samples")
             begun = time.perf_counter()
             traces.append(self._trace(size))
             seconds.append(time.perf_counter() - begun)
@@ -141,12 +139,11 @@ class _Tracing:
         return traces, seconds
 
     def _trace(self, size: int) -> Trace:
-        self._job.step(size, self._length)  # leaves what such a step leaves; the very first in another order
+        self._job.step(size)  # leaves what such a step leaves; the very first in another order
         with self._tracer.recording():
-            self._job.step(size, self._length)
+            self._job.step(size)
         return self._tracer.trace(
             micro_batch_size=size,
-            length=self._length,
             precision=self._request["precision"],
             route=self._request["route"],
             assumptions=(*self._job.assumptions, *self._device.assumptions),

@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
 
-from holdfast.core.errors import BatchError, HoldfastError, PolicyError
+from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.forecast.fake.device import AddedAutocast, ForecastDevice
 from holdfast.forecast.fake.facts import worth_knowing
 from holdfast.forecast.fake.stand_ins import for_several_devices
@@ -82,7 +82,6 @@ class Job:
         self._device = device
         self._count, self._max_grad_norm = gradient_accumulation_steps, max_grad_norm
         self._placement = _AS_BUILT
-        self._knows_length = built.knows_length
         self.sample: SampleBatch | None = None  # none if the step makes its own
         if built.has_batch:
             reading: dict[str, Any] = {"read": self._read, "make": self._make}
@@ -91,7 +90,6 @@ class Job:
         self._place_of_function = building.place_of(built.function)
         self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
         self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
-        self._takes_length = built.knows_length or building.length_parameter(built.function) is not None
         self._function = called_with_batch(built, self._guard)
         self._acts = built.is_step  # runs backward or steps optimizers by itself
         self._has_own_step = self._acts and not self._uses_guard
@@ -104,13 +102,13 @@ class Job:
         """Whether its batch can be cut into micro-batches: known after the first step."""
         return self.sample is not None and not self._acts
 
-    def settle(self, size: int, length: int | None) -> None:
+    def settle(self, size: int) -> None:
         """Make the first step, and find out what the function does and where tensors must lie (H412 to H414)."""
         for placement in _PLACEMENTS:
             self._placement = placement
             try:
                 with own_autocasts(AddedAutocast) as own:
-                    self._step_past_checks(size, length)
+                    self._step_past_checks(size)
                 break
             except PolicyError as error:
                 # Tensors on two devices fail in many ways: autocast, for one, passes over those on the host.
@@ -121,7 +119,7 @@ class Job:
         self.casts = bool(own)
         self.assumptions.extend(Assumption(what=what) for what in self._found_out())
         if self.sample is not None:
-            self.assumptions.extend(self.sample.assumptions(with_length=length is not None))
+            self.assumptions.extend(self.sample.assumptions())
         gc.collect()  # what a failed step has left
 
     def _found_out(self) -> Iterator[str]:
@@ -144,7 +142,7 @@ class Job:
         if not self.accumulates and self._count > 1:
             yield "the step accumulates gradients by itself or not at all"
 
-    def _step_past_checks(self, size: int, length: int | None) -> None:
+    def _step_past_checks(self, size: int) -> None:
         """Make a step; one that fails after it has asked a tensor is made with the other answer to the last question.
 
         Most of what raises after a question is a check, which is to pass.
@@ -153,7 +151,7 @@ class Job:
         while True:
             guesses.asked.clear()
             try:
-                return self.step(size, length)
+                return self.step(size)
             except PolicyError as error:
                 first = first or error
                 may_turn = [line for line in guesses.asked if line not in guesses.turned]
@@ -162,7 +160,7 @@ class Job:
                     raise first from first.__cause__
                 guesses.turn(may_turn[-1])
 
-    def step(self, size: int, length: int | None = None) -> None:
+    def step(self, size: int) -> None:
         """Make one training step of `size` samples a micro-batch (H412, H413, H414)."""
         self._stepped = set()
         self._device.guesses.begin_step()
@@ -172,7 +170,7 @@ class Job:
             if self._recomputed:
                 stack.enter_context(recomputing(self._recomputed, lambda: None, lambda _: None))
             try:
-                parts = self._batches(size, length)
+                parts = self._batches(size)
                 if self._uses_guard:
                     self._step_with_guard(parts[0])
                 else:
@@ -180,7 +178,7 @@ class Job:
             except HoldfastError:
                 raise
             except Exception as error:  # whatever the user's step does
-                raise self._failed(error, size, length) from error
+                raise self._failed(error, size) from error
 
     def _step_with_guard(self, batch: Any) -> None:
         """Call a ``step(guard, batch)``."""
@@ -261,19 +259,12 @@ class Job:
         if unscales:
             self._scaler.update()
 
-    def _batches(self, size: int, length: int | None) -> list[Any]:
+    def _batches(self, size: int) -> list[Any]:
         sample = self.sample
-        if sample is None and length is not None and not self._takes_length:
-            raise BatchError(
-                f"the step{self._place_of_function} takes no length, and {length} was asked for",
-                limit="a step that makes its own batch must be given the length of its samples",
-                fix="write step(batch_size, length=...), or build(length=...).",
-                rule="H413",
-            )
         if sample is None:
-            return [(size, length)]
+            return [size]
         count = self._count if self.accumulates else 1
-        batch = sample.resized(size * count, None if self._knows_length else length)
+        batch = sample.resized(size * count)
         self.claim(leaves_of(batch))
         return [batch] if self._uses_guard or count == 1 else sample.parts(batch, count)
 
@@ -291,10 +282,10 @@ class Job:
                 self._device.mode.facts.know(made, torch.from_numpy(np.ascontiguousarray(leaf.values)))
         return made
 
-    def _failed(self, error: Exception, size: int, length: int | None) -> PolicyError:
+    def _failed(self, error: Exception, size: int) -> PolicyError:
         line = line_of(error)
         sample = self.sample
-        taken = "" if sample is None else f"; {next(sample.assumptions(with_length=length is not None)).what}"
+        taken = "" if sample is None else f"; {next(sample.assumptions()).what}"
         return PolicyError(
             f"the step raised {building.first_line(error)}" + (f", at {line}" if line else self._place_of_function),
             limit=f"a step of {size} samples must run through, on tensors that have shapes and no values{taken}",

@@ -1,13 +1,8 @@
-"""A sample batch, and how it becomes a batch of another size and length.
+"""A sample batch, and how it becomes a batch of another size.
 
 Every sample of the new batch is like the longest of the sample batch, so that a plan holds for the worst batch, and
-memory grows evenly with size and length. Which dimension is the batch's, and which the length's, is found by looking,
-and written down:
-
-    batch      dimension ``split`` (0) of every tensor and array where it is the batch size; lists that have one plain
-               value for each sample, such as names
-    length     the largest dimension 1 of the token ids and masks, or of all tensors where there are none, and every
-               dimension of that size in them
+memory grows evenly with the size. What is the batch's is found by looking, and written down: dimension ``split`` (0)
+of every tensor and array where it is the batch size, and lists with one plain value for each sample, such as names.
 
 A list with a tensor or a dict for each sample is refused: each size of it would be another program.
 """
@@ -34,7 +29,6 @@ Values = npt.NDArray[Any]
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
 _MOST_NAMED = 4  # leaves in a message
 _DEPTH = 4  # to which objects are looked into: torch_geometric's Data keeps its tensors in a dict of an attribute
-_MASK_DIMENSIONS = 4  # (samples, 1 or heads, length, length), as attention takes a mask to be added
 _OWN_BATCH = "write the step as step(batch_size), so that it makes its own batch."
 _SAID_SIZE = 'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it makes one.'
 
@@ -64,7 +58,7 @@ Make = Callable[[Leaf], torch.Tensor]
 
 
 class SampleBatch:
-    """A batch, any pytree, that can be made again in any size and length.
+    """A batch, any pytree, that can be made again in any size.
 
     Args:
         read: Returns the values of a tensor of integers or booleans, or None where they are unknown.
@@ -100,18 +94,11 @@ class SampleBatch:
         if not any(self._is_batched(leaf) for _, leaf in self._leaves):
             self.size = self._find_size()
         self._lists = [path for path, node in nodes if self._has_entries(node)]
-        self.length = self._find_length()
         self._longest = self._find_longest()
 
-    def resized(self, size: int, length: int | None = None) -> Any:
-        """Return a new batch of `size` equal samples, of the sample batch's length if none is asked for (H413)."""
-        if length is not None and self.length is None:
-            raise _unusable(
-                f"the sample batch has nothing to be {length} long: {_shapes(self._leaves)}",
-                "the length is dimension 1 of its tensors",
-                "write build(length=...), so that it makes a sample batch of that length.",
-            )
-        return self._made(self._batch, "batch", size, self.length if length is None else length)
+    def resized(self, size: int) -> Any:
+        """Return a new batch of `size` equal samples."""
+        return self._made(self._batch, "batch", size)
 
     def parts(self, batch: Any, count: int) -> list[Any]:
         """Cut a batch that was made here into equal parts, as views; its size is a multiple of `count`."""
@@ -132,11 +119,10 @@ class SampleBatch:
         batched = {path for path, leaf in self._leaves if self._is_batched(leaf)}
         return [part("batch", batch, number) for number in range(count)]
 
-    def assumptions(self, *, with_length: bool = False) -> Iterator[Assumption]:
-        """Yield what was found by looking; the length too if other lengths are asked for."""
-        length = f", the longest {self.length} long" if with_length else ""
+    def assumptions(self) -> Iterator[Assumption]:
+        """Yield what was found by looking."""
         yield Assumption(
-            what=f"the sample batch was taken to have {self.size} samples{length}: {_shapes(self._leaves)}; "
+            what=f"the sample batch was taken to have {self.size} samples: {_shapes(self._leaves)}; "
             "in a batch of another size all are like its longest"
         )
         arrays = [(path, leaf) for path, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim]
@@ -180,46 +166,34 @@ class SampleBatch:
 
     def _find_longest(self) -> int:
         """Return the position of the longest sample, where lengths or a mask tell; else of the first."""
+        length = self._find_length()
         for _, leaf in self._leaves:
             if not self._is_batched(leaf) or leaf.values is None or leaf.values.size == 0:
                 continue
             rows = np.moveaxis(leaf.values, self._split, 0)
-            if rows.ndim == 1 and rows.max() == self.length:
+            if rows.ndim == 1 and rows.max() == length:
                 return int(rows.argmax())
             if rows.ndim > 1 and {int(rows.min()), int(rows.max())} <= {0, 1}:
                 return int(rows.reshape(len(rows), -1).sum(axis=1).argmax())
         return 0
 
-    def _made(self, node: Any, path: str, size: int, length: int | None) -> Any:
+    def _made(self, node: Any, path: str, size: int) -> Any:
         if path in self._lists:
             return _rebuilt(node, dict(enumerate(itertools.islice(itertools.cycle(node), size))))
         children = _children(node)
         if children is not None:
-            made = {key: self._made(child, f"{path}[{key!r}]", size, length) for key, child in children.items()}
+            made = {key: self._made(child, f"{path}[{key!r}]", size) for key, child in children.items()}
             return _rebuilt(node, made)
         if not isinstance(node, Leaf):
             return node
-        return self._filled(self._resized(node, size, length) if self._is_batched(node) else node)
+        return self._filled(self._resized(node, size) if self._is_batched(node) else node)
 
-    def _resized(self, leaf: Leaf, size: int, length: int | None) -> Leaf:
+    def _resized(self, leaf: Leaf, size: int) -> Leaf:
         shape, values = list(leaf.shape), leaf.values
         shape[self._split] = size
         if values is not None:
             values = np.repeat(values.take([self._longest], axis=self._split), size, axis=self._split)
-            if values.ndim == 1 and self.length is not None and values.max(initial=0) == self.length:
-                values = np.full_like(values, length)  # it is the lengths
-        for at in self._length_dimensions(leaf):
-            assert length is not None
-            shape[at] = length
-            if values is not None:
-                values = values.take(np.arange(length) % values.shape[at], axis=at)
         return dataclasses.replace(leaf, shape=tuple(shape), values=values)
-
-    def _length_dimensions(self, leaf: Leaf) -> list[int]:
-        same = [at for at in range(leaf.ndim) if at != self._split and leaf.shape[at] == self.length]
-        if leaf.is_floating and leaf.ndim != _MASK_DIMENSIONS:
-            return [at for at in same if at == 1 - self._split]
-        return same
 
     def _filled(self, leaf: Leaf) -> Any:
         if leaf.device is not None:

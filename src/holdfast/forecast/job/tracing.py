@@ -45,7 +45,6 @@ class TraceRequest:
     Args:
         factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
         sizes: Micro-batch sizes, in samples, at least 1.
-        length: Of each sample; None: as in the sample batch.
         route: The fake device: an accelerator's, or the CPU as it is, without CUDA, to be compared with real runs.
         recompute: Names of the modules whose activations are recomputed, as in `Trace.blocks`.
         gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is given.
@@ -54,7 +53,6 @@ class TraceRequest:
     factory: str
     precision: str = "fp32"
     sizes: tuple[int, ...] = (2, 4)
-    length: int | None = None
     route: Route = "privateuse1"
     recompute: tuple[str, ...] = ()
     gradient_accumulation_steps: int = 1

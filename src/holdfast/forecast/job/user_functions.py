@@ -151,15 +151,12 @@ class GuardStandIn:
 
 
 def called_with_batch(built: Built, guard: GuardStandIn) -> Function:
-    """Return what a factory returned as a function of a batch, or of size and length where the step makes its own."""
+    """Return what a factory returned as a function of a batch, or of its size where the step makes its own."""
     function, names = built.function, building.positional_parameters(built.function)
     single = len(built.models) == 1 and "model" in built.models
     model: Any = built.models["model"] if single else built.models
     if function is None:
         return lambda batch: model(**batch)
-    if not built.has_batch:
-        name = building.length_parameter(function)
-        return lambda asked: function(asked[0], **({name: asked[1]} if name else {}))
     if names[:1] == ["guard"]:
         return lambda batch: function(guard, batch)
     if len(names) == len(("model", "batch")):

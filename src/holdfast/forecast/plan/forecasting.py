@@ -42,7 +42,6 @@ class Order:
     Args:
         factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
         precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job has now.
-        longest: Length of the longest sample to plan for; None: as in the sample batch.
         margin_bytes: What to keep free; None for a default by device.
         max_grad_norm: Norm to which gradients are clipped; None: they are not.
     """
@@ -51,7 +50,6 @@ class Order:
     devices: tuple[Device, ...]
     precisions: tuple[str, ...] = ("fp32", "bf16")
     global_batch_size: int | None = None
-    longest: int | None = None
     margin_bytes: int | None = None
     max_grad_norm: float | None = None
     verify: bool = True
@@ -160,7 +158,6 @@ def _traced(order: Order, precision: str, say: Callable[[str], object]) -> _Trac
             factory=order.factory,
             precision=precision,
             sizes=tuple(times * size for size in FITTED_SIZES),
-            length=order.longest,
             max_grad_norm=order.max_grad_norm,
         )
         result = trace_job(request, say)
@@ -172,8 +169,8 @@ def _traced(order: Order, precision: str, say: Callable[[str], object]) -> _Trac
     else:
         raise failed[0]
     if failed:
-        sizes, at = " and ".join(map(str, request.sizes)), f" of length {order.longest}" if order.longest else ""
-        said = f"the forecast is made from {sizes} samples{at}, since otherwise {failed[-1].what}"
+        sizes = " and ".join(map(str, request.sizes))
+        said = f"the forecast is made from {sizes} samples, since otherwise {failed[-1].what}"
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
     if order.global_batch_size is not None and not result.accumulates:
         said = (
@@ -288,7 +285,6 @@ def _verify(order: Order, row: Row, step: ScaledTrace, question: Question) -> Ve
             factory=order.factory,
             precision=row.precision,
             sizes=(row.micro_batch_size,),
-            length=order.longest,
             recompute=row.modules,
             gradient_accumulation_steps=count,
             max_grad_norm=order.max_grad_norm,

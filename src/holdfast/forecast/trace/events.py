@@ -103,7 +103,6 @@ class Trace:
         block_runs: Their passes, in the order of their forward passes.
         variants: The ways in which the optimizers' steps were made; empty if no optimizer was stepped.
         micro_batch_size: Samples in the traced batch.
-        length: Length of its samples, or None.
         uncalibrated_bytes: By how much the peak may be higher: not of all kernels is it known what they allocate for
             themselves.
     """
@@ -130,7 +129,6 @@ class Trace:
     block_runs: tuple[BlockRun, ...]
     variants: tuple[Variant, ...]
     micro_batch_size: int
-    length: int | None
     precision: str
     route: str
     assumptions: tuple[Assumption, ...]

@@ -24,7 +24,7 @@ LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
 _SCRATCH = OWNERS.index("scratch")
 _OF_ANY_SIZE = [OWNERS.index(owner) for owner in ("parameters", "gradients", "optimizer state")]
-_COMPARED = ("blocks", "resident", "carried", "variants", "block_runs", "precision", "route", "length")
+_COMPARED = ("blocks", "resident", "carried", "variants", "block_runs", "precision", "route")
 
 
 class NotAlignedError(BatchError):
@@ -142,7 +142,7 @@ def most_each(count: int) -> int:
 
 
 def _described(trace: Trace) -> str:
-    return f"{trace.micro_batch_size} samples" + (f" of length {trace.length}" if trace.length is not None else "")
+    return f"{trace.micro_batch_size} samples"
 
 
 def _find_difference(first: Trace, other: Trace) -> str | None:

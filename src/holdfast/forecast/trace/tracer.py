@@ -148,7 +148,7 @@ class Tracer(TorchDispatchMode):
             "names": tuple(self._operations.names),
             "blocks": tuple(self._blocks.names),
         }
-        plain = {"length": None, "precision": "fp32", "route": "cpu", "assumptions": ()}
+        plain = {"precision": "fp32", "route": "cpu", "assumptions": ()}
         return as_trace(self._recorded, self._storages.ledger, **names, **{**plain, **described})
 
     # What torch calls.

@@ -1,4 +1,4 @@
-"""Open sinks from what a user typed, such as ``tensorboard=DIR`` or ``jsonl=FILE``.
+"""Open sinks from what a user typed, such as ``--tensorboard DIR`` or ``--jsonl FILE``.
 
 Does not: write points (one module for each client does).
 """
@@ -6,7 +6,7 @@ Does not: write points (one module for each client does).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from holdfast.core.errors import PolicyError
@@ -22,37 +22,24 @@ _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
 }
 
 
-def open_sinks(wanted: Sequence[str], run: Path) -> list[Sink]:
+def open_sinks(wanted: Mapping[str, str], run: Path) -> list[Sink]:
     """Open all sinks or none.
 
     Args:
-        wanted: Such as ``["tensorboard=tb", "jsonl=-"]``.
+        wanted: Targets by kind, such as ``{"tensorboard": "tb", "jsonl": "-"}``.
         run: The run directory, after which runs are named.
 
     Raises:
-        PolicyError: H742 if a client is not installed, H743 if a sink is unknown or its target cannot be used.
+        PolicyError: H742 if a client is not installed, H743 if a target cannot be used.
     """
-    parts = [_parts(each) for each in wanted]  # a mistake in any of them opens none
     with contextlib.ExitStack() as opened:
         sinks = []
-        for kind, target in parts:
+        for kind, target in wanted.items():
             sink = _open(kind, target, run)
             opened.callback(sink.close)
             sinks.append(sink)
         opened.pop_all()
     return sinks
-
-
-def _parts(wanted: str) -> tuple[str, str]:
-    kind, _, target = wanted.partition("=")
-    if kind not in _OPENERS or not target:
-        raise PolicyError(
-            f"metrics target {wanted!r}",
-            limit=f"a target is one of {', '.join(_OPENERS)}, then = and where to write",
-            fix="write tensorboard=DIR, jsonl=FILE, wandb=PROJECT or mlflow=URI.",
-            rule="H743",
-        )
-    return kind, target
 
 
 def _open(kind: str, target: str, run: Path) -> Sink:
