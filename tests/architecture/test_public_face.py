@@ -116,7 +116,7 @@ def test_the_commands_and_their_flags() -> None:
             "--restart-delay",
             "--run-dir",
         ],
-        "watch": ["--json", "--once"],
+        "watch": ["--once"],
         "report": ["--json", "--out"],
         "events": ["--json", "--kind", "--since"],
         "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--tensorboard", "--wandb"],
@@ -132,7 +132,7 @@ def test_the_commands_and_their_flags() -> None:
         ],
         "calibrate": ["--index", "--json", "--out"],
         "presets": ["--json"],
-        "loader": ["--batch-size", "--json", "--step-seconds"],
+        "loader": ["--json", "--step-seconds"],
         "quarantine": ["--evidence", "--json", "--release", "--release-all"],
         "simulate": [
             "--interval",

@@ -35,15 +35,6 @@ def test_once_prints_one_picture(tmp_path):
     assert "\x1b" not in printed.output
 
 
-def test_json_is_the_same_picture_for_machines(tmp_path):
-    """Phases have names, and what is unknown is a text that float() reads."""
-    facts = json.loads(call(watch, make_run(tmp_path / "run"), "--json").output)
-    (process,) = facts["processes"]
-    assert (process["step"], process["phase"], process["alive"]) == (300, "forward_backward", False)
-    assert facts["state"] == "ended"
-    assert facts["verdict"]["cause"] == "H970"
-
-
 @pytest.mark.slow
 def test_in_a_terminal_it_ends_with_the_run(tmp_path: Path) -> None:
     """A real process on a real terminal redraws the picture, and leaves it when the process that trains is gone."""

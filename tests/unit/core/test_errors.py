@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-
 from holdfast.core import errors
 from holdfast.core.errors import HoldfastError
 
@@ -52,11 +50,3 @@ def test_a_checkpoint_error_is_no_mistake_of_an_argument() -> None:
     """A damaged file is not swallowed by an ``except ValueError`` around the parsing of arguments."""
     assert not issubclass(errors.CheckpointError, (ValueError, OSError))
     assert not issubclass(errors.RunDirectoryError, (ValueError, OSError))
-
-
-def test_the_three_parts_cannot_be_forgotten() -> None:
-    """An error without a limit, a fix or a rule cannot be built."""
-    with pytest.raises(TypeError):
-        HoldfastError("what", limit="limit", fix="fix")  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        HoldfastError("what", "limit", "fix", "H101")  # type: ignore[call-arg, misc]

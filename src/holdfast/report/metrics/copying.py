@@ -87,24 +87,16 @@ class Copied:
     gone: tuple[str, ...] = ()
 
 
-def follow(
-    run: Path,
-    sinks: Sequence[Sink],
-    stop: threading.Event,
-    *,
-    poll_seconds: float = POLL_SECONDS,
-    until_ended: bool = False,
-) -> Copied:
-    """Copy everything recorded so far, then what is new every second, until `stop` is set; then close the sinks.
+def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS) -> Copied:
+    """Copy everything recorded so far, then what is new every second, until the run ends; then close the sinks.
 
     Never raises for what a sink does: one that fails is closed, with a line in the log.
 
     Args:
         run: The run directory; it may be empty as yet.
         sinks: From `open_sinks`.
-        stop: Ends it, after a last look. Set already: one copy is made.
+        stop: Ends it too, after a last look. Set already: one copy is made.
         poll_seconds: Between two looks.
-        until_ended: Whether the end of the run ends it too.
     """
     watched, naming = Watched(run, SystemClock()), _Naming()
     working, failures = list(sinks), list[str]()
@@ -131,7 +123,7 @@ def follow(
                 _close(sink, failures)
         if last:
             break
-        last = (until_ended and seen.state == "ended") or stop.wait(poll_seconds)
+        last = seen.state == "ended" or stop.wait(poll_seconds)
     for sink in working:
         _close(sink, failures)
     return Copied(**counts, failures=tuple(failures), gone=watched.lost)
