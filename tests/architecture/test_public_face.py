@@ -118,7 +118,7 @@ def test_the_commands_and_their_flags() -> None:
         ],
         "watch": ["--once"],
         "report": ["--json", "--out"],
-        "events": ["--json", "--kind", "--since"],
+        "events": ["--json", "--kind"],
         "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--tensorboard", "--wandb"],
         "plan": [
             "--device",
@@ -135,7 +135,6 @@ def test_the_commands_and_their_flags() -> None:
         "loader": ["--json", "--step-seconds"],
         "quarantine": ["--evidence", "--json", "--release", "--release-all"],
         "simulate": [
-            "--interval",
             "--json",
             "--mtbf",
             "--restart-seconds",

@@ -7,7 +7,7 @@ import json
 from holdfast.checkpoint.interval import SaveInterval
 from holdfast.core.events import event as events
 from holdfast.core.events import process_events, run_events
-from holdfast.core.events.event import Event, EventData, RollBack
+from holdfast.core.events.event import Event, EventData
 
 
 def test_every_class_has_a_kind_of_its_own() -> None:
@@ -20,12 +20,6 @@ def test_every_class_has_a_kind_of_its_own() -> None:
     ]
     assert {each.kind: each for each in (*classes, SaveInterval)} == events.KINDS
     assert len(events.KINDS) == len({*classes, SaveInterval})
-
-
-def test_a_kind_is_named_after_its_class() -> None:
-    """The kind is the class name in snake case, also that of a decision."""
-    assert RollBack.kind == "roll_back"
-    assert run_events.ImageAdded.kind == "image_added"
 
 
 def test_facts_are_the_fields_as_json() -> None:

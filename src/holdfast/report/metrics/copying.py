@@ -75,14 +75,12 @@ class Copied:
     Args:
         points: Steps of all processes.
         events: Of all processes.
-        lost: Steps that were overwritten in a ring before they were read.
         failures: Sinks that failed, and why.
         gone: Which steps are not recorded any more, one sentence for each process.
     """
 
     points: int
     events: int
-    lost: int
     failures: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
 
@@ -100,7 +98,7 @@ def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seco
     """
     watched, naming = Watched(run, SystemClock()), _Naming()
     working, failures = list(sinks), list[str]()
-    counts = {"points": 0, "events": 0, "lost": 0}
+    counts = {"points": 0, "events": 0}
     last = stop.is_set()
     while True:
         seen = _look(watched, failures, last=last)
@@ -113,7 +111,6 @@ def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seco
         events.sort(key=lambda happened: happened.event.unix_seconds)
         counts["points"] += len(points)
         counts["events"] += len(events)
-        counts["lost"] += sum(each.lost for each in seen.news)
         for sink in list(working) if points or events else ():
             try:
                 sink.write(points, events)
