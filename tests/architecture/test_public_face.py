@@ -116,9 +116,9 @@ def test_the_commands_and_their_flags() -> None:
             "--restart-delay",
             "--run-dir",
         ],
-        "watch": ["--json", "--once"],
+        "watch": ["--once"],
         "report": ["--json", "--out"],
-        "events": ["--json", "--kind", "--since"],
+        "events": ["--json", "--kind"],
         "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--tensorboard", "--wandb"],
         "plan": [
             "--device",
@@ -132,10 +132,9 @@ def test_the_commands_and_their_flags() -> None:
         ],
         "calibrate": ["--index", "--json", "--out"],
         "presets": ["--json"],
-        "loader": ["--batch-size", "--json", "--step-seconds"],
+        "loader": ["--json", "--step-seconds"],
         "quarantine": ["--evidence", "--json", "--release", "--release-all"],
         "simulate": [
-            "--interval",
             "--json",
             "--mtbf",
             "--restart-seconds",

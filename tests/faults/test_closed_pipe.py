@@ -28,7 +28,7 @@ def into_a_closed_pipe(command: list[str], *, errors_too: bool = False) -> tuple
     "command",
     [
         "events RUN", "events RUN --json", "explain", "explain RUN --json", "explain H101",
-        "report RUN --json", "watch RUN --once", "watch RUN --json", "metrics RUN --jsonl -",
+        "report RUN --json", "watch RUN --once", "metrics RUN --jsonl -",
         "metrics RUN --jsonl - --follow", "presets", "plan --help",
     ],
 )  # fmt: skip

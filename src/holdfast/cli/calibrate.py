@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from holdfast.cli.output import Json, console, failing_clearly, print_json
-from holdfast.forecast.devices.catalogue import GIB, Device, save_device
+from holdfast.cli.output import Json, failing_clearly, print_json
+from holdfast.forecast.devices.catalogue import save_device
 
 
 def run(
@@ -34,23 +33,4 @@ def run(
         if as_json:
             print_json({"file": str(path), "device": device.name})
         else:
-            console().print(_table(device))
-            typer.echo(f"written to {path}")
-
-
-def _table(device: Device) -> Table:
-    table = Table(title=device.name)
-    table.add_column("figure")
-    table.add_column("measured", justify="right")
-    sizes = {
-        "usable memory": device.usable_bytes,
-        "context and libraries": device.context_bytes,
-        "cuBLAS workspace, each of two": device.cublas_workspace_bytes,
-        "cuBLASLt workspace, each of two": device.cublaslt_workspace_bytes,
-    }
-    for name, size in sizes.items():
-        table.add_row(name, f"{size / GIB:.3f} GiB")
-    table.add_row("bandwidth", f"{device.bandwidth / 1e9:.0f} GB/s")
-    for dtype, rate in device.flops.items():
-        table.add_row(f"matrix products, {dtype}", f"{rate / 1e12:.1f} TFLOPS")
-    return table
+            typer.echo(f"{device.name}: written to {path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,14 +42,13 @@ def run(
     kind: Annotated[
         list[str] | None, typer.Option("--kind", metavar="KIND", help="Only events of this kind; may be repeated.")
     ] = None,
-    since: Annotated[int, typer.Option("--since", metavar="STEP", min=0, help="Only from this step on.")] = 0,
     as_json: Json = False,
 ) -> None:
     """List the events of a run, oldest first."""
     with failing_clearly(as_json=as_json):
         recordings = open_recordings(run_dir)
         wanted = frozenset(kind or ())
-        found = list(_chosen(_all(recordings), wanted, since))
+        found = [each for each in _all(recordings) if not wanted or each.event.kind in wanted]
         unread = list(dict.fromkeys(recordings.missing))  # some rings are read twice
     if as_json:
         print_json({"run": str(run_dir), "events": [each.as_json() for each in found], "unread": unread})
@@ -61,7 +59,7 @@ def run(
         kinds = sorted({each.event.kind for each in _all(recordings)})
         typer.echo(f"no such events; this run has {sanitise(', '.join(kinds)) or 'none at all'}", err=True)
     for word in unread:
-        _say_unread(word)
+        typer.echo(f"not read: {sanitise(word)}", err=True)
 
 
 def _all(recordings: Recordings) -> list[_Entry]:
@@ -74,16 +72,6 @@ def _all(recordings: Recordings) -> list[_Entry]:
             recordings.missing.append(f"{left_out} events of {who} without a time or a step")
         found += [_Entry(who, event) for event in sound]
     return sorted(found, key=lambda each: each.event.unix_seconds)
-
-
-def _chosen(entries: Iterable[_Entry], kinds: frozenset[str], since: int) -> Iterator[_Entry]:
-    for each in entries:
-        if (not kinds or each.event.kind in kinds) and each.event.global_step >= since:
-            yield each
-
-
-def _say_unread(what: str) -> None:
-    typer.echo(f"not read: {sanitise(what)}", err=True)
 
 
 def _line(entry: _Entry) -> str:

@@ -21,17 +21,14 @@ if TYPE_CHECKING:
 
     from holdfast.loader.auto_workers import WorkerProbe
 
-_CORRECT = "correct the dataset or the loader that it returns."
+_CORRECT = "correct the loader that it returns, or its dataset."
 
 
 def run(
-    factory: Annotated[
-        str, typer.Argument(help="module:function or file.py:function; it returns a DataLoader or a dataset.")
-    ],
+    factory: Annotated[str, typer.Argument(help="module:function or file.py:function; it returns a DataLoader.")],
     step_seconds: Annotated[
         float, typer.Option(min=0, help="Time of a training step; 0: as fast as batches come.")
     ] = 0.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="If the function returns a dataset.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Run a loader with 0, 1, 2, 4 ... workers, and print what each number gives, and the one to take.
@@ -39,7 +36,7 @@ def run(
     Exit code 0: done. 1: the loader as it is would certainly fail. 2: it could not be measured.
     """
     with failing_clearly(as_json=as_json):
-        found = _measure(factory, make_loader(factory, batch_size), step_seconds)
+        found = _measure(factory, make_loader(factory), step_seconds)
     print_json(found) if as_json else _print(found)
     if any(concern["certain"] for concern in found["concerns"]):
         raise typer.Exit(CHECK_FAILED)
@@ -76,8 +73,8 @@ def unusable_factory(
     )
 
 
-def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:
-    """Return the loader that the function makes, or one over its dataset; H703 for what is neither."""
+def make_loader(factory: str) -> DataLoader[Any]:
+    """Return the loader that the function makes; H703 for anything else."""
     build = load_factory(factory)
     from torch.utils.data import DataLoader  # here, since torch takes seconds to import
 
@@ -86,16 +83,9 @@ def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:
             made = build()
     except Exception as error:  # whatever the user's function does
         raise unusable_factory(factory, f"{type(error).__name__}: {error}", _CORRECT) from error
-    if isinstance(made, dict) and "loader" in made:
-        made = made["loader"]
-    if isinstance(made, DataLoader):
-        return made
-    # A dict may be a dataset, if its keys are numbers.
-    named = isinstance(made, dict) and bool(made) and 0 not in made
-    if named or (not hasattr(made, "__getitem__") and not hasattr(made, "__iter__")):
-        what = f"it returned a {type(made).__name__}, no DataLoader or dataset"
-        raise unusable_factory(factory, what, "return one, or a dict with the key 'loader'.")
-    return DataLoader(made, batch_size)
+    if not isinstance(made, DataLoader):
+        raise unusable_factory(factory, f"it returned a {type(made).__name__}, no DataLoader", "return one.")
+    return made
 
 
 def _measure(factory: str, given: DataLoader[Any], step_seconds: float) -> dict[str, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -93,8 +91,7 @@ def run(
             verify=verify,
         )
         _check_out(out, len(devices))
-        with _progress(quiet=json) as say:
-            forecast = make_forecast(order, say)
+        forecast = make_forecast(order, _progress(quiet=json))
         written = None if forecast.plans[0].best is None else out
         if written is not None:
             replace_file(written, as_yaml(forecast).encode())
@@ -139,20 +136,16 @@ def _wrong(what: str, limit: str, fix: str) -> PolicyError:
     return PolicyError(what, limit=limit, fix=fix, rule="H421")
 
 
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what says what is being done: in a spinner on a terminal, else in lines, each once, unless `quiet`."""
-    terminal, said = Console(stderr=True), set[str]()
-    with terminal.status("starting") if terminal.is_terminal else contextlib.nullcontext() as status:
+def _progress(*, quiet: bool) -> Callable[[str], None]:
+    """Return what says what is being done, in lines, each once, unless `quiet`."""
+    said = set[str]()
 
-        def say(text: str) -> None:
-            if status is not None:
-                status.update(text)
-            elif not quiet and text not in said:
-                said.add(text)
-                typer.echo(f"holdfast plan: {text}", err=True)
+    def say(text: str) -> None:
+        if not quiet and text not in said:
+            said.add(text)
+            typer.echo(f"holdfast plan: {text}", err=True)
 
-        yield say
+    return say
 
 
 # --- how a forecast is printed: tables for people, JSON for machines, YAML for `Policy.from_yaml` -----------

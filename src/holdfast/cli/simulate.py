@@ -31,9 +31,6 @@ def run(
     run_dir: Annotated[Path | None, typer.Argument(help="Directory that was given to Guard.")] = None,
     save_seconds: Annotated[float | None, typer.Option(help="What a save takes; else as recorded.")] = None,
     restart_seconds: Annotated[float, typer.Option(help="From a failure until training goes on.")] = 300.0,
-    interval: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Training between two saves, such as 10min; else as recorded.")
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print which share of its time a long run would train, and where the rest goes."""
@@ -41,10 +38,9 @@ def run(
         recorded = Recorded() if run_dir is None else _recorded(run_dir)
         between = parse_seconds(mtbf)
         costs = _costs(recorded, save_seconds, restart_seconds)
-        given = None if interval is None else parse_seconds(interval)
         rows = [
             _row(name, seconds, recorded.step_seconds, between, costs)
-            for name, seconds in _intervals(recorded, given, between, costs)
+            for name, seconds in _intervals(recorded, between, costs)
         ]
     facts = {
         "run_dir": None if run_dir is None else str(run_dir),
@@ -128,17 +124,13 @@ def _costs(recorded: Recorded, save: float | None, restart: float) -> dict[str, 
     return {"save_seconds": taken, "stall_seconds": stall, "restart_seconds": restart}
 
 
-def _intervals(
-    recorded: Recorded, given: float | None, between: float, costs: dict[str, float]
-) -> list[tuple[str, float]]:
-    """Return the intervals to compare. None but a given one is shorter than a step, or than the writer takes."""
-    stall = costs["stall_seconds"]
-    least = max(costs["save_seconds"] - stall, recorded.step_seconds or 0.0)
+def _intervals(recorded: Recorded, between: float, costs: dict[str, float]) -> list[tuple[str, float]]:
+    """Return the intervals to compare. None is shorter than the writer takes, the optimal one than a step either."""
+    stall, recorded_seconds = costs["stall_seconds"], recorded.interval_seconds
+    writer = costs["save_seconds"] - stall
     best = optimal_interval_seconds(stall, between, costs["restart_seconds"]) - stall
-    mine = [] if given is None else [("given", given)]
-    if given is None and recorded.interval_seconds is not None:
-        mine = [("this run's", max(recorded.interval_seconds, costs["save_seconds"] - stall))]
-    return [*mine, ("optimal", max(best, least))]
+    mine = [] if recorded_seconds is None else [("this run's", max(recorded_seconds, writer))]
+    return [*mine, ("optimal", max(best, writer, recorded.step_seconds or 0.0))]
 
 
 def _row(name: str, seconds: float, step: float | None, between: float, costs: dict[str, float]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,10 +16,6 @@ from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, pr
 from holdfast.core.clock import SystemClock
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
-from holdfast.core.text import as_json_value
-
-if TYPE_CHECKING:
-    from holdfast.report.run_snapshot import RunSnapshot
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/last.")]
 
@@ -27,42 +23,20 @@ _Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, such a
 def watch(
     run_dir: _Run,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Show what every process of a run does right now, until the run ends; in a file or a pipe, one picture."""
     from holdfast.report.live import draw, follow  # here: `holdfast run` starts without them
     from holdfast.report.sources import check_run
     from holdfast.report.watching import Watched
 
-    with failing_clearly(as_json=as_json):
+    with failing_clearly(as_json=False):
         watched = Watched(check_run(run_dir), SystemClock())
         screen = console()
-        if as_json:
-            print_json(_facts(watched.look()))
-        elif once or not screen.is_terminal:
+        if once or not screen.is_terminal:
             screen.print(draw(watched.look(), screen.width))
         else:
             with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave
                 follow(watched, screen, time.sleep)
-
-
-def _facts(run: RunSnapshot) -> Any:
-    processes = [dataclasses.asdict(process) for process in run.processes]
-    for process in processes:
-        for name in ("info", "lane", "ended", "losses"):
-            del process[name]
-        process["phase"] = process["phase"].name.lower() if process["phase"] else None
-    facts = {name: getattr(run, name) for name in ("command", "state", "attempt", "began", "now", "newest")}
-    return as_json_value(
-        {
-            "name": run.path.name,
-            **facts,
-            "processes": processes,
-            "events": [dataclasses.asdict(seen) for seen in run.events],
-            "verdict": run.verdict.as_json() if run.verdict else None,
-            "problems": run.problems,
-        }
-    )
 
 
 def report(
@@ -135,7 +109,7 @@ def metrics(
             signal.signal(signal.SIGINT, lambda *_: stop.set())  # the usual way to leave
         else:
             stop.set()
-        copied = follow(path, sinks, stop, until_ended=True)
+        copied = follow(path, sinks, stop)
     if as_json:
         print_json(dataclasses.asdict(copied))
     else:

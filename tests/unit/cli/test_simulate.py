@@ -104,9 +104,8 @@ def test_a_run_is_judged_by_what_it_recorded_and_options_replace_that(tape) -> N
     assert mine["ratio"] == pytest.approx(exact)
     assert best["ratio"] > mine["ratio"]
     assert "this run's" in call(tape.run_dir, *_LLAMA).output
-    given = answer(tape.run_dir, "--mtbf", "1d", "--restart-seconds", 30, "--interval", "1min", "--save-seconds", 2)
+    given = answer(tape.run_dir, "--mtbf", "1d", "--restart-seconds", 30, "--save-seconds", 2)
     assert (given["save_seconds"], given["stall_seconds"], given["restart_seconds"]) == (2.0, 0.1, 30.0)
-    assert (given["intervals"][0]["name"], given["intervals"][0]["interval_steps"]) == ("given", 30)
 
 
 def test_no_interval_is_shorter_than_a_step_or_the_writer(tape) -> None:
@@ -163,11 +162,9 @@ def test_saves_that_the_loop_waits_for_count_only_where_there_are_no_others(tape
     ("arguments", "rule"),
     [
         (("--save-seconds", 1, "--mtbf", "419/54d"), "H705"),
-        (("--save-seconds", 1, "--mtbf", "1h", "--interval", "-3"), "H705"),
         (("--save-seconds", 1, "--mtbf", "0s"), "H706"),
         (("--save-seconds", "nan", "--mtbf", "1h"), "H706"),
         (("--save-seconds", 1, "--restart-seconds", -1, "--mtbf", "1h"), "H706"),
-        (("--save-seconds", 1, "--mtbf", "1h", "--interval", "0s"), "H706"),
         (("--mtbf", "1h"), "H708"),
         (("nowhere", "--mtbf", "1h"), "H701"),
     ],

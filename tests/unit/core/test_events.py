@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-
-import pytest
 
 from holdfast.checkpoint.interval import SaveInterval
 from holdfast.core.events import event as events
 from holdfast.core.events import process_events, run_events
-from holdfast.core.events.event import Decision, Event, EventData, RollBack
+from holdfast.core.events.event import Event, EventData
 
 
 def test_every_class_has_a_kind_of_its_own() -> None:
@@ -25,33 +22,10 @@ def test_every_class_has_a_kind_of_its_own() -> None:
     assert len(events.KINDS) == len({*classes, SaveInterval})
 
 
-def test_a_kind_is_named_after_its_class() -> None:
-    """The kind is the class name in snake case, also that of a decision."""
-    assert RollBack.kind == "roll_back"
-    assert run_events.ImageAdded.kind == "image_added"
-
-
 def test_facts_are_the_fields_as_json() -> None:
     """What an event says can be written down without losing a field; defaults are there too."""
     said = run_events.SaveFailed(error="OSError: full", checkpoint="step-3")
     assert json.loads(json.dumps(said.facts())) == {"error": "OSError: full", "checkpoint": "step-3", "seconds": None}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        RollBack(reason="r", promise="changes training", rewind_data=False),
-        run_events.Spike(loss=1.0, grad_norm=2.0, usual_norm=None, level="SOFT"),
-        Event(kind="k", global_step=1, unix_seconds=0.0),
-    ],
-)
-def test_records_are_frozen_and_keyword_only(record: Decision | Event) -> None:
-    """Nobody can change what was decided, nor mix up the order of its fields."""
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(record, dataclasses.fields(record)[0].name, "changed")
-    with pytest.raises(TypeError):
-        type(record)(*dataclasses.astuple(record))
-    assert not hasattr(record, "__dict__")
 
 
 def test_an_event_reads_as_one_line() -> None:

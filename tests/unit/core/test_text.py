@@ -66,11 +66,6 @@ def test_any_value_becomes_strict_json(value):
         assert json.loads(text) == value
 
 
-def test_numbers_that_are_not_finite_have_names():
-    """They are the texts that ``float`` reads."""
-    assert as_json_value([math.nan, math.inf, -math.inf]) == ["NaN", "Infinity", "-Infinity"]
-
-
 def test_a_duration_has_its_two_largest_units():
     """Nothing is said of units that are 0, and less than a tenth of a second is milliseconds."""
     shown = [duration(seconds) for seconds in (0, 0.0042, 0.5, 8.2, 45, 60, 185, 11_135, 7200, 187_200)]

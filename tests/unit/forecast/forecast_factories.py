@@ -125,16 +125,6 @@ def own_step_of_a_size() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "step": step}
 
 
-def loader_with_workers() -> dict[str, Any]:
-    """Give a loader in place of a batch."""
-    model = nn.Linear(6, 3)
-    data = torch.utils.data.TensorDataset(torch.arange(60.0).reshape(10, 6), torch.arange(10) % 3)
-    loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True, num_workers=2)
-    made = _job(model, None, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]), loader=loader)
-    del made["batch"]
-    return made
-
-
 def real_weights() -> dict[str, Any]:
     """Need values while building: an initialization by numpy that looks at what is there."""
     model = nn.Linear(32, 32)

@@ -28,22 +28,6 @@ def actions(allocator: CachingAllocator) -> list[tuple[str, int]]:
 # Worked examples; the rules are those of CUDACachingAllocator.cpp
 
 
-def test_a_segment_in_part_use_cannot_be_given_back() -> None:
-    """Fragmentation: 12 free MiB of a 20 MiB segment do not help 24 MiB under a cap of 40; expandable segments do."""
-    for fits in (False, True):
-        allocator = CachingAllocator(expandable_segments=fits, cap_bytes=40 * MIB)
-        first = allocator.allocate(8 * MIB)
-        allocator.allocate(8 * MIB)
-        allocator.free(first)
-        if fits:
-            allocator.allocate(24 * MIB)  # grows the 4 MiB at the end by 20
-            assert actions(allocator) == [("map", 20), ("map", 20)]
-        else:
-            with pytest.raises(OutOfDeviceMemoryError):
-                allocator.allocate(24 * MIB)
-            assert allocator.retries == 1
-
-
 def test_expandable_segments_unmap_whole_handles() -> None:
     """Emptying the cache unmaps the handles that lie in a free block as a whole; the hole is mapped again first."""
     allocator = CachingAllocator(expandable_segments=True)

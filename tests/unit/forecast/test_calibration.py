@@ -40,14 +40,13 @@ def test_the_command_fails_clearly_without_cuda() -> None:
 
 
 def test_the_command_writes_what_plans_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a device, whose measurements are given here, it prints the figures and writes the file that it names."""
+    """With a device, whose measurements are given here, it writes the file that it names."""
     device = replace(find_device("T4"), name="NVIDIA Test", context_bytes=400 * MIB, flops={"fp32": 8e12})
     monkeypatch.setattr("holdfast.forecast.devices.calibration.calibrate", lambda index: device)
     monkeypatch.chdir(tmp_path)
     found = CliRunner().invoke(make_app("calibrate"), ["calibrate"])
     assert found.exit_code == 0, found.output
-    assert "0.391 GiB" in found.output
-    assert "8.0 TFLOPS" in found.output
+    assert "nvidia-test.json" in found.output
     assert find_device("nvidia-test.json") == device
     path = tmp_path / "mine.json"
     printed = CliRunner().invoke(make_app("calibrate"), ["calibrate", "--json", "--out", str(path)])

@@ -6,7 +6,6 @@ weights, as where build() needs values, and was moved to the fake device afterwa
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -58,9 +57,8 @@ def real_peak() -> int:
 def traced_peak() -> int:
     """Return the peak of a trace, as the child process makes it where build() ran with real weights."""
     with forecast_device("cpu") as device:
-        options: dict[str, Any] = {"size": SAMPLES, "loading": contextlib.nullcontext}
         with device.suspended():
-            built = building.call_factory("jobs.py:build", adamw_in_backward, **options)
+            built = building.call_factory("jobs.py:build", adamw_in_backward, size=SAMPLES)
         traced = Job(built, device)
         with Tracer(device.device, scratch=scratch_cpu.scratch_of) as tracer:
             tracer.watch(models=traced.models, optimizers=traced.optimizers.values(), blocks=traced.blocks)

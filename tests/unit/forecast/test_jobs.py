@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
@@ -33,8 +32,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def called(factory: Any, **options: Any) -> building.Built:
-    given = {"size": 2, "loading": contextlib.nullcontext, **options}
-    return building.call_factory("jobs.py:build", factory, **given)
+    return building.call_factory("jobs.py:build", factory, **{"size": 2, **options})
 
 
 def parts(**other: Any) -> dict[str, Any]:
@@ -54,17 +52,6 @@ def test_a_dict_with_a_loss_function_and_a_batch_is_read() -> None:
 def test_a_factory_is_told_what_it_has_parameters_for() -> None:
     """A factory with a parameter for the size gets it, whatever it returns is of that size."""
     assert called(lambda batch_size: parts(loss_fn=len, batch_size=9), size=6).batch_size == 6
-
-
-def test_a_loader_gives_its_first_batch_without_workers() -> None:
-    """The batch is loaded in this process, whatever number of workers the loader has."""
-    data = torch.utils.data.TensorDataset(torch.zeros(10, 2))
-    loader = torch.utils.data.DataLoader(data, batch_size=5, num_workers=2, timeout=9)
-    given = parts(loss_fn=len, loader=loader)
-    del given["batch"]
-    built = called(lambda: given)
-    assert built.batch[0].shape == (5, 2)
-    assert built.batch_size == 5
 
 
 @pytest.mark.parametrize(

@@ -82,22 +82,21 @@ def find_device(text: str) -> Device:
 
     Args:
         text: A name (``RTX 4090``, ``A100-80GB``, ``NVIDIA H100 PCIe``), a size (``24GiB``: all that processes can
-            have of an unknown device), a name with another size (``A100-80GB:20GiB``), or the path of a file from
-            ``holdfast calibrate``.
+            have of an unknown device), or the path of a file from ``holdfast calibrate``.
 
     Raises:
         PolicyError: Nothing is known by that name, or the file is none of ours (H416).
     """
     if text.endswith(".json"):
         return load_device(Path(text))
-    name, _, size = text.rpartition(":")
-    if name:
-        device, usable = _named(name), _parse_size(size)
-        sources = {**device.sources, "usable": "as given"}
-        return replace(device, name=f"{device.name}:{_words(usable)}", usable_bytes=usable, sources=sources)
-    if _SIZE.fullmatch(text):
-        return _of_unknown_kind(_parse_size(text))
-    return _named(text)
+    size = bytes_in(text)
+    if size is None:
+        return _named(text)
+    if size < GIB:
+        raise PolicyError(
+            f"device size {text!r}", limit="it has 1 GiB or more", fix="write it as 24GiB.", rule="H416"
+        )
+    return _of_unknown_kind(size)
 
 
 def load_device(path: Path) -> Device:
@@ -155,18 +154,6 @@ def bytes_in(text: str) -> int | None:
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
 
 
-def _parse_size(text: str) -> int:
-    size = bytes_in(text)
-    if size is None or size < GIB:
-        raise PolicyError(
-            f"device size {text!r}",
-            limit="a number with GiB, GB or MiB, of 1 GiB or more, is needed",
-            fix="write it as 24GiB, or as A100-80GB:20GiB for a part of a device.",
-            rule="H416",
-        )
-    return size
-
-
 def _of_unknown_kind(size: int) -> Device:
     """Return a device of which nothing but the size is known: NVIDIA's from Ampere on, with their largest context.
 
@@ -177,17 +164,13 @@ def _of_unknown_kind(size: int) -> Device:
     sources = {key: f"that of {near.name}, the nearest by size: {text}" for key, text in near.sources.items()}
     return replace(
         near,
-        name=_words(size),
+        name=f"{size / GIB:.4g}GiB",
         total_bytes=size,
         usable_bytes=size,
         context_bytes=max(one.context_bytes for one in likely),
         capability=min(one.capability for one in likely if one.capability),
         sources={**sources, "usable": "as given", "context": "the largest of the catalogue's NVIDIA devices"},
     )
-
-
-def _words(size: int) -> str:
-    return f"{size / GIB:.4g}GiB"
 
 
 @functools.cache

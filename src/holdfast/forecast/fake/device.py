@@ -166,7 +166,7 @@ class ForecastDevice:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Make tensors real in here, and on the CPU: for code that needs values, such as loading a batch."""
+        """Make tensors real in here, and on the CPU: for code that needs values."""
         with fake_tensor.unset_fake_temporarily(), stand_ins.OnHost(self.device):
             yield
 

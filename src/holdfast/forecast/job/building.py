@@ -2,8 +2,7 @@
 
 A factory returns a dict:
 
-    {"model": …, "optimizer": …, "loss_fn": f, "batch": …}    f(batch) or f(model, batch) returns the loss; a
-                                                              ``loader`` in place of ``batch``: its first batch
+    {"model": …, "optimizer": …, "loss_fn": f, "batch": …}    f(batch) or f(model, batch) returns the loss
     {"model": …, "optimizer": …, "step": f, "batch": …}       f(batch), f(model, batch) or f(guard, batch) is a step
     {"model": …, "optimizer": …, "step": f}                   f(batch_size)
 
@@ -13,7 +12,6 @@ keys, such as ``scheduler``, are passed over. A factory with a parameter ``micro
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import re
@@ -26,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.core.user_modules import import_user_module
@@ -38,7 +35,6 @@ _NEEDS_CUDA = re.compile(
 _SIZE_NAMES = ("micro_batch_size", "batch_size")
 
 Function = Callable[..., Any]
-Loading = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +73,8 @@ def load_factory(name: str) -> Function:
     return found  # type: ignore[no-any-return]
 
 
-def call_factory(name: str, factory: Function, *, size: int, loading: Loading) -> Built:
+def call_factory(name: str, factory: Function, *, size: int) -> Built:
     """Call a factory, with `size` if it has a parameter for it, and read what it returns.
-
-    `loading` makes the context in which a loader is asked for a batch.
 
     Raises:
         PolicyError: H410 or H411 if it raises, H412 if it returns something else.
@@ -92,25 +86,23 @@ def call_factory(name: str, factory: Function, *, size: int, loading: Loading) -
         raise
     except (Exception, SystemExit) as error:  # whatever the user's function does
         raise _failed(name, "when it was called", error) from error
-    built = _read(name, factory, returned, loading)
+    built = _read(name, factory, returned)
     return dataclasses.replace(built, batch_size=size) if given else built
 
 
-def _read(name: str, factory: Function, returned: Any, loading: Loading) -> Built:
+def _read(name: str, factory: Function, returned: Any) -> Built:
     if not isinstance(returned, Mapping):
         raise _wrong(name, factory, f"a {type(returned).__name__}")
     missing = [key for key in ("model", "optimizer") if key not in returned]
-    loader, is_step = returned.get("loader"), "step" in returned
-    has_batch = "batch" in returned or loader is not None
+    is_step, has_batch, batch = "step" in returned, "batch" in returned, returned.get("batch")
     if not has_batch and not is_step:
-        missing.append("batch (or loader)")
+        missing.append("batch")
     if missing:
         raise _wrong(name, factory, f"a dict with {', '.join(map(repr, returned))}, without {' and '.join(missing)}")
     function = returned["step"] if is_step else returned.get("loss_fn")
-    batch = returned["batch"] if "batch" in returned else _first_batch(name, loader, loading) if has_batch else None
     if not callable(function) and not (function is None and isinstance(batch, Mapping)):
         raise _wrong(name, factory, f"a {type(function).__name__} as {'step' if is_step else 'loss_fn'}")
-    size, split = returned.get("batch_size", getattr(loader, "batch_size", None)), returned.get("split", 0)
+    size, split = returned.get("batch_size"), returned.get("split", 0)
     return Built(
         models=_named(name, factory, returned["model"], "model", nn.Module),
         optimizers=_named(name, factory, returned["optimizer"], "optimizer", Optimizer),
@@ -121,17 +113,6 @@ def _read(name: str, factory: Function, returned: Any, loading: Loading) -> Buil
         batch_size=size if isinstance(size, int) else None,
         split=split if isinstance(split, int) else 0,
     )
-
-
-def _first_batch(name: str, loader: Any, loading: Loading) -> Any:
-    """Return the first batch; a DataLoader's is loaded in this process, since fake tensors reach no other."""
-    if isinstance(loader, DataLoader):
-        loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
-    try:
-        with loading():
-            return next(iter(loader))
-    except Exception as error:  # whatever the user's data set does
-        raise _failed(name, "when its loader was asked for a batch", error) from error
 
 
 def _named(name: str, factory: Function, given: Any, what: str, kind: type) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class _Tracing:
         name = self._request["factory"]
         factory = building.load_factory(name)
         self._begin("building the model")
-        return building.call_factory(name, factory, size=self._sizes[0], loading=self._device.suspended)
+        return building.call_factory(name, factory, size=self._sizes[0])
 
     def _trace_sizes(self) -> tuple[list[Trace], list[float]]:
         """Return a trace of each size that is asked for, and how long it took."""

@@ -108,18 +108,6 @@ def far_from_unit(given: InputFacts) -> bool:
     return given.largest > 100 or given.largest < 1e-3 or given.offset > 20
 
 
-def _likely_reason(facts: Facts) -> str:
-    """Return what stands out in the settings, for findings that know only the symptom; ``""`` if nothing does."""
-    models, scales, decays = facts.models, facts.inputs, [each.weight_decay for each in facts.optimizers.values()]
-    far = [given for name, given in scales.items() if far_from_unit(given) and not models[name].normalised_input]
-    reasons = [
-        *(f"a dropout layer drops {each.dropout:.0%} (H857)" for each in models.values() if each.dropout > 0.8),
-        *(f"the inputs reach {given.largest:.3g} (H856)" for given in far),
-        *(f"the weight decay is {decay:g} (H858)" for decay in decays if decay > 0.5),
-    ]
-    return f"look first at this: {'; '.join(reasons)}." if reasons else ""
-
-
 @checks(rule="H828", tier="window", severity="advice", kind="symptom", confidence=0.9)
 def _no_better_than_constant(facts: Facts, say: Say) -> Iterator[Finding]:
     progress = progress_of(facts)
@@ -131,14 +119,14 @@ def _no_better_than_constant(facts: Facts, say: Say) -> Iterator[Finding]:
         fix = (
             "find out whether one batch can be overfitted (H829), and whether the output depends on the input (H830)."
         )
-        yield say(what, _likely_reason(facts) or fix)
+        yield say(what, fix)
 
 
 @checks(rule="H826", tier="window", severity="advice", kind="symptom", confidence=0.9)
 def _diverged(facts: Facts, say: Say) -> Iterator[Finding]:
     progress = progress_of(facts)
     if progress.state == "diverged":
-        fix = _likely_reason(facts) or "lower the learning rate or clip the gradient; look for a sign error."
+        fix = "lower the learning rate or clip the gradient; look for a sign error."
         yield say(f"the loss rose from {progress.start:.4g} to {progress.end:.4g}", fix)
 
 

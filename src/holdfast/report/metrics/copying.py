@@ -75,40 +75,30 @@ class Copied:
     Args:
         points: Steps of all processes.
         events: Of all processes.
-        lost: Steps that were overwritten in a ring before they were read.
         failures: Sinks that failed, and why.
         gone: Which steps are not recorded any more, one sentence for each process.
     """
 
     points: int
     events: int
-    lost: int
     failures: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
 
 
-def follow(
-    run: Path,
-    sinks: Sequence[Sink],
-    stop: threading.Event,
-    *,
-    poll_seconds: float = POLL_SECONDS,
-    until_ended: bool = False,
-) -> Copied:
-    """Copy everything recorded so far, then what is new every second, until `stop` is set; then close the sinks.
+def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS) -> Copied:
+    """Copy everything recorded so far, then what is new every second, until the run ends; then close the sinks.
 
     Never raises for what a sink does: one that fails is closed, with a line in the log.
 
     Args:
         run: The run directory; it may be empty as yet.
         sinks: From `open_sinks`.
-        stop: Ends it, after a last look. Set already: one copy is made.
+        stop: Ends it too, after a last look. Set already: one copy is made.
         poll_seconds: Between two looks.
-        until_ended: Whether the end of the run ends it too.
     """
     watched, naming = Watched(run, SystemClock()), _Naming()
     working, failures = list(sinks), list[str]()
-    counts = {"points": 0, "events": 0, "lost": 0}
+    counts = {"points": 0, "events": 0}
     last = stop.is_set()
     while True:
         seen = _look(watched, failures, last=last)
@@ -121,7 +111,6 @@ def follow(
         events.sort(key=lambda happened: happened.event.unix_seconds)
         counts["points"] += len(points)
         counts["events"] += len(events)
-        counts["lost"] += sum(each.lost for each in seen.news)
         for sink in list(working) if points or events else ():
             try:
                 sink.write(points, events)
@@ -131,7 +120,7 @@ def follow(
                 _close(sink, failures)
         if last:
             break
-        last = (until_ended and seen.state == "ended") or stop.wait(poll_seconds)
+        last = seen.state == "ended" or stop.wait(poll_seconds)
     for sink in working:
         _close(sink, failures)
     return Copied(**counts, failures=tuple(failures), gone=watched.lost)

@@ -5,7 +5,6 @@ Does not: write points (one module for each client does).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -23,7 +22,7 @@ _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
 
 
 def open_sinks(wanted: Mapping[str, str], run: Path) -> list[Sink]:
-    """Open all sinks or none.
+    """Open all sinks.
 
     Args:
         wanted: Targets by kind, such as ``{"tensorboard": "tb", "jsonl": "-"}``.
@@ -32,14 +31,7 @@ def open_sinks(wanted: Mapping[str, str], run: Path) -> list[Sink]:
     Raises:
         PolicyError: H742 if a client is not installed, H743 if a target cannot be used.
     """
-    with contextlib.ExitStack() as opened:
-        sinks = []
-        for kind, target in wanted.items():
-            sink = _open(kind, target, run)
-            opened.callback(sink.close)
-            sinks.append(sink)
-        opened.pop_all()
-    return sinks
+    return [_open(kind, target, run) for kind, target in wanted.items()]
 
 
 def _open(kind: str, target: str, run: Path) -> Sink:
