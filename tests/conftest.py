@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 from collections.abc import Iterator
 
+import hypothesis  # noqa: F401 - while it loads it asks who refers to a generator, which what is frozen does not answer
 import numpy as np
 import pytest
 import torch
@@ -31,14 +33,23 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_collections() -> None:
+    """What is loaded is neither looked through by each collection of garbage nor copied by each fork."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("HOLDFAST_"):
             monkeypatch.delenv(name)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    if request.node.nodeid.startswith("tests/unit/"):
+        monkeypatch.setattr(os, "fsync", lambda _: None)  # a disk's time; tests of faults sync
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)

@@ -22,6 +22,11 @@ from holdfast.supervise.leaks.tracer import LeakTracer
 _MOST_STEPS = 60
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_collections() -> None:
+    """Nothing is frozen here: nobody could say who holds it."""
+
+
 def traced(step: Callable[[int], object], *, most: int = _MOST_STEPS) -> tuple[list[Leak], LeakTrace]:
     """Make steps under a trace until it has ended, and return what leaked and the summary."""
     events: list[Any] = []
