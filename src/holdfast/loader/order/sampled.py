@@ -16,6 +16,7 @@ from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
 
+_MOST_ENTRIES = 10**8  # of an epoch, 40 bytes each
 _KEPT_EPOCHS = 2  # another iterator may draw another epoch: one with its own source of chance would draw anew then
 
 
@@ -37,7 +38,7 @@ class Sampled:
         samples: Of the dataset; None if that is not known.
 
     Raises:
-        LoaderError: H603 for a sampler without a length.
+        LoaderError: H603 for a sampler without a length, or with one that no memory holds.
     """
 
     def __init__(
@@ -54,6 +55,14 @@ class Sampled:
                 f"sampler {type(sampler).__name__} has no length",
                 limit="an order that resumes exactly needs to know where an epoch ends",
                 fix="give it a __len__, or use torch.utils.data.DataLoader and accept an inexact resume.",
+                rule="H603",
+            )
+        if len(sampler) > _MOST_ENTRIES:
+            raise LoaderError(
+                f"sampler {type(sampler).__name__} yields {len(sampler):,} entries an epoch",
+                limit=f"they are drawn at once, at most {_MOST_ENTRIES:,}, so that a resume finds the same",
+                fix="let an epoch be shorter, such as num_samples=len(dataset), and let steps end the run: "
+                "guard.batches(max_steps=...).",
                 rule="H603",
             )
         self._sampler = sampler
