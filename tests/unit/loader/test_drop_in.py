@@ -198,7 +198,7 @@ class Through:
 
 
 def test_a_sampler_that_no_memory_holds_is_refused_with_the_way_out() -> None:
-    """minGPT's epoch is of 1e10 draws, since steps end its runs."""
+    """An epoch of minGPT is 1e10 draws, since steps end its runs."""
     sampler = RandomSampler(range(1000), replacement=True, num_samples=10**10)
     with pytest.raises(LoaderError, match=r"(?s)10,000,000,000 entries.*max_steps.*H603"):
         DataLoader(range(1000), sampler=sampler, batch_size=64)
