@@ -97,7 +97,9 @@ def test_ctrl_c_while_data_are_made_ends_a_recipe_with_a_line(start, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_holdfast_ends_with_its_text_and_leaves_page_and_findings(start, tmp_path):
     """The example of the README: what was found stands in the page, in result.json and at the end; exit code 1."""
-    process = start("-m", "recipes.classifier", "--fault", "lr-too-high", "--run-dir", tmp_path)
+    process = start(
+        "-m", "recipes.classifier", "--fault", "lr-too-high", "--spike-action", "roll_back", "--run-dir", tmp_path
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     assert "Traceback" not in err

@@ -120,7 +120,7 @@ RECIPES = {
         steps=7,
         wide=("--batch-size", "22"),
         # The first step makes what Adam keeps, nearly half of all that it takes, which no split makes less.
-        share=0.75,
+        share=0.65,
         limited_step=2,
         data=clips,
     ),
