@@ -36,7 +36,7 @@ def test_recomputation_is_exact_also_for_batch_norm():
     assert ["recompute", "bit-exact"] in answer["events"]
     assert answer["bit_equal"]
     assert answer["buffers_equal"]
-    assert answer["micro_batch_size"] == 16384
+    assert answer["micro_batch_size"] == 8192
 
 
 def test_what_saves_most_is_recomputed_before_anything_is_split():
@@ -44,7 +44,7 @@ def test_what_saves_most_is_recomputed_before_anything_is_split():
     for answer in take_steps("recurrence", 0.6, 0.4):
         assert answer.get("error") is None
         assert answer["recomputed"][0] == ["recurrence"]
-        assert answer["micro_batch_size"] == 16384
+        assert answer["micro_batch_size"] == 8192
         assert answer["bit_equal"]
         assert answer["buffers_equal"]
         assert answer["observed"], "the diagnosis goes on"

@@ -25,7 +25,7 @@ from holdfast.testing import limit_memory
 
 torch.set_num_threads(1)
 set_malloc_threshold(2**20)  # activations, 4 MiB each, go back to the system when they are freed
-SAMPLES, STEPS, WIDTH, EPOCHS = 16384, 3, 64, 2
+SAMPLES, STEPS, WIDTH, EPOCHS = 4096, 3, 256, 2
 HEADROOM = {"forward": 64, "backward": 1, "optimizer": 11}  # MiB, of the 120 that a step takes
 KINDS = ("out_of_memory", "retry", "recompute", "split", "roll_back", "stop", "skip_step")
 

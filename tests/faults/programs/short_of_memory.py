@@ -60,7 +60,7 @@ class Cell(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(64, 64)
+        self.layer = nn.Linear(256, 256)
         self.calls = 0
 
     def forward(self, x: torch.Tensor, *, state: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)) for _ in range(2))
         self.recurrence = Cell()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,15 +88,15 @@ class Decoder(nn.Module):
 
 
 def square() -> nn.Linear:
-    return nn.Linear(64, 64)
+    return nn.Linear(256, 256)
 
 
 def normed() -> nn.BatchNorm1d:
-    return nn.BatchNorm1d(64)
+    return nn.BatchNorm1d(256)
 
 
 CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "mlp": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))), (16384, 64)),
+    "mlp": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))), (8192, 256)),
     "conv": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
@@ -104,16 +104,16 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
         ),
         (128, 3, 32, 32),
     ),
-    "transformer": (Encoder, (256, 48, 64)),
-    "recurrence": (Decoder, (16384, 64)),
+    "transformer": (Encoder, (512, 48, 64)),
+    "recurrence": (Decoder, (8192, 256)),
     "lstm": (Recurrent, (128, 64, 64)),
-    "backward": (BackwardHeavy, (16384, 256)),
+    "backward": (BackwardHeavy, (65536, 256)),
     "batch_norm": (
         lambda: nn.Sequential(*(
             nn.Sequential(*(layer() for _ in range(3) for layer in (square, normed, nn.ReLU)))
             for _ in range(4)
         )),
-        (16384, 64),
+        (8192, 256),
     ),
 }  # fmt: skip
 
@@ -139,7 +139,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
 
 
 def main(name: str, shares: list[float]) -> None:
-    set_malloc_threshold(2 * 2**20)
+    set_malloc_threshold(4 * 2**20)
     make, shape = CASES[name]
     torch.manual_seed(0)
     model = make()
