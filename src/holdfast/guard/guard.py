@@ -100,7 +100,7 @@ class Guard:
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
-        self._position_is_kept = False  # there was a loop of ours in this process
+        self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
         self._stop = StopRequest()
         self._directory = RunDirectory(run_dir)
         self._record = RunRecord(self._directory.recorder, clock)
@@ -182,7 +182,7 @@ class Guard:
         return self._loop(self._cursor, max_epochs, max_steps)
 
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
-        self._position_is_kept = True
+        self._position_is_clear = True
         self._ready()  # not before the first batch is asked for
         yield from self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
 
@@ -192,8 +192,8 @@ class Guard:
         if not self._session.is_open:
             self._open()
         if not self._session.state.in_loop:
-            if self.resumed_from is not None and not self._position_is_kept:
-                self._position_is_kept = True  # said once
+            if self.resumed_from is not None and not self._position_is_clear:
+                self._position_is_clear = True
                 self._record.emit(run_events.PositionNotKept())
             self._boundaries.boundary_outside()
             if self._stop.by_signal:
