@@ -15,6 +15,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 import holdfast
+from holdfast.recorder.reader import read_events
 from holdfast.testing import memory_limited
 
 torch.set_num_threads(1)
@@ -91,6 +93,31 @@ def make_attempt(recipe: str, attempt: dict[str, Any]) -> None:
     runpy.run_module(f"recipes.{recipe}", run_name="__main__", alter_sys=True)
 
 
+def run_dir(attempt: dict[str, Any]) -> Path:
+    """Return where the attempt wrote."""
+    return Path(attempt["log"]).with_suffix("")
+
+
+def was_short(attempt: dict[str, Any]) -> bool:
+    """Tell whether the attempt's limit refused it memory."""
+    return any(event.kind == "out_of_memory" for event in read_events(run_dir(attempt) / "recorder" / "rank0"))
+
+
+def forked(recipe: str, attempt: dict[str, Any], needed: dict[str, int]) -> tuple[int, Any]:
+    """Make the attempt in a copy of this process; return how it ended, and what it used."""
+    if (pid := os.fork()) == 0:
+        log = os.open(attempt["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if "limit" in attempt:
+            step, share, measured_in = attempt["limit"]
+            attempt["limit"] = [step, int(share * needed.get(measured_in, 0))]
+        make_attempt(recipe, attempt)
+        sys.exit()
+    _, status, used = os.wait4(pid, 0)
+    return status, used
+
+
 def main(recipe: str, attempts: list[dict[str, Any]]) -> None:
     """Make one attempt after the other."""
     for name in (f"recipes.{recipe}.train", *_OF_EVERY_ATTEMPT):
@@ -99,17 +126,11 @@ def main(recipe: str, attempts: list[dict[str, Any]]) -> None:
         getattr(importlib.import_module("transformers"), name)
     needed: dict[str, int] = {}
     for attempt in attempts:
-        if "limit" in attempt:
-            step, share, measured_in = attempt["limit"]
-            attempt["limit"] = [step, int(share * needed.get(measured_in, 0))]
-        pid = os.fork()
-        if pid == 0:
-            log = os.open(attempt["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            make_attempt(recipe, attempt)
-            return
-        _, status, used = os.wait4(pid, 0)
+        status, used = forked(recipe, attempt, needed)
+        while "limit" in attempt and status == 0 and not was_short(attempt) and attempt["limit"][1] > 0.4:
+            attempt["limit"][1] -= 0.1  # what the allocator still held made room for all that was needed
+            shutil.rmtree(run_dir(attempt))
+            status, used = forked(recipe, attempt, needed)
         if (measured := Path(attempt["log"]).with_suffix(".bytes")).exists():
             needed[attempt["name"]] = int(measured.read_text())
         facts = {
