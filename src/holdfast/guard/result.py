@@ -41,7 +41,7 @@ class StepResult:
     dropped_samples: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Attempt:
     """An attempt that came through, not yet committed."""
 
@@ -54,7 +54,7 @@ class Attempt:
     dropped: tuple[tuple[int, int], ...] = ()  # samples whose micro-batch had a loss of NaN or Inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ruling:
     """What is thought of an attempt with finite values, before it is committed."""
 
@@ -71,7 +71,7 @@ class Provenance:
     problem: str = ""  # why there is no origin; empty if there is one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Outcome:
     """How a step ended."""
 

@@ -17,7 +17,7 @@ import torch
 _MT19937_BYTES = 624 * 4 + 4  # the words and the position in them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RandomState:
     """All global random state.
 

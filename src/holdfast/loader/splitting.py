@@ -87,11 +87,12 @@ def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> A
 
 def _is_usual(batch: Any) -> bool:
     """Say whether this is a tuple or list of plain tensors, which needs no search."""
-    return (
-        type(batch) in (tuple, list)
-        and len(batch) > 0
-        and all(type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested for leaf in batch)
-    )
+    if type(batch) not in (tuple, list):
+        return False
+    for leaf in batch:  # a loop: asked three times in each step
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+            return False
+    return len(batch) > 0
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:

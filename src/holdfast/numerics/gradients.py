@@ -21,7 +21,7 @@ from holdfast.core.policy.policy import ClipBy
 _HALF = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Group:
     """One parameter group of one optimizer, as far as it has gradients."""
 
@@ -30,7 +30,7 @@ class Group:
     parameters: list[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GradientFacts:
     """What is known about the gradients of a step, before clipping."""
 
@@ -54,7 +54,8 @@ def inspect(groups: Sequence[Group], loss: torch.Tensor, *along: torch.Tensor) -
         The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the order of
         `groups`: fp32 (fp64 for fp64 gradients and after an overflow).
     """
-    gradients = [_dense(p.grad) for group in groups for p in group.parameters]
+    found = [p.grad for group in groups for p in group.parameters]
+    gradients = [g if g is not None and g.layout is torch.strided else _dense(g) for g in found]
     facts, each = _summarise(groups, _norms(gradients), loss, *along)
     if math.isfinite(facts.total) or not math.isfinite(facts.loss):
         return facts, each
@@ -83,7 +84,7 @@ def _summarise(
     total = torch.linalg.vector_norm(each)
     parts = [torch.linalg.vector_norm(part) for part in torch.split(each, sizes)] if len(groups) > 1 else []
     values = (total, loss, *parts, *along)
-    if all(value.device.type == "cpu" for value in values):
+    if {value.is_cpu for value in values} == {True}:
         read = [value.item() for value in values]
     else:  # in one sync
         read = torch.stack([value.to(each.device, wide) for value in values]).tolist()

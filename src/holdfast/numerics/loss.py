@@ -36,7 +36,7 @@ class Loss:
     items: int | float | torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Terms:
     """What a loss function returned, checked."""
 

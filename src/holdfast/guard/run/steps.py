@@ -30,6 +30,7 @@ from holdfast.recorder.black_box import StepMark
 
 # Steps beyond a divergence that show that it is over: what led there may take as long as what PaLM passes over.
 _BEYOND_SPIKES = 100
+_NOTHING_ODD = Ruling()
 
 
 def series_of(names: Sequence[str], loss_fn: Any) -> str:
@@ -59,11 +60,11 @@ class Recovery:
         """Say whether an attempt with finite values may be committed."""
         policy, counters, spikes = self._policy, self._session.counters, self._session.spikes
         if policy.spike_action == "off":
-            return Ruling()
+            return _NOTHING_ODD
         facts = attempt.facts
         level = spikes.judge(series, facts.loss, facts.total)
         if level is Level.CALM:
-            return Ruling()
+            return _NOTHING_ODD
         usual = spikes.usual_norm(series)
         reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
         if level is Level.DIVERGED:

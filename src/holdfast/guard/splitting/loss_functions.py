@@ -61,26 +61,31 @@ def called_inside(called: Called) -> CalledInsideError:
     return error
 
 
-@contextlib.contextmanager
-def returning_a_loss(optimizers: Iterable[Optimizer], parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Return a context for a loss function, in which optimizers refuse to move and ``.grad`` must stay as it is."""
-    before = _marks(parameters)
-    replaced: list[tuple[dict[str, Any], Any]] = []
-    for attributes in map(vars, optimizers):
-        replaced.append((attributes, attributes.get("step")))  # schedulers put theirs there too
-        # Only `step`: zero_grad is found where it empties something, since frameworks call it in between.
-        attributes["step"] = _refuse_step
-    try:
-        yield
-    finally:
-        for attributes, own in replaced:
+class ReturningALoss:
+    """A context for a loss function, in which optimizers refuse to move and ``.grad`` must stay as it is."""
+
+    __slots__ = ("_attributes", "_before", "_own", "_parameters")
+
+    def __init__(self, optimizers: Iterable[Optimizer], parameters: Sequence[torch.Tensor]) -> None:
+        self._attributes = [vars(optimizer) for optimizer in optimizers]
+        self._parameters = parameters
+
+    def __enter__(self) -> None:
+        self._before = _marks(self._parameters)
+        self._own = [attributes.get("step") for attributes in self._attributes]  # schedulers put theirs there too
+        for attributes in self._attributes:
+            # Only `step`: zero_grad is found where it empties something, since frameworks call it in between.
+            attributes["step"] = _refuse_step
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for attributes, own in zip(self._attributes, self._own, strict=True):
             if own is None:
                 attributes.pop("step", None)
             else:
                 attributes["step"] = own
-    after = _marks(parameters)
-    if after != before:
-        raise called_inside("zero_grad" if len(after) < len(before) else "backward")
+        after = _marks(self._parameters)
+        if kind is None and after != self._before:
+            raise called_inside("zero_grad" if len(after) < len(self._before) else "backward")
 
 
 def _refuse_step(*_: Any, **__: Any) -> NoReturn:
@@ -161,7 +166,8 @@ def _described(value: Any, depth: int) -> str:
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         bound = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return _with(_name_of(code), bound, depth)
-    return _with(type(value).__qualname__, vars(value).values() if hasattr(value, "__dict__") else (), depth)
+    bound = [own for key, own in getattr(value, "__dict__", {}).items() if key not in _OF_TORCH]
+    return _with(type(value).__qualname__, bound, depth)
 
 
 @functools.lru_cache(maxsize=256)
@@ -181,10 +187,14 @@ def _plain(value: Any, depth: int) -> str:
     if value is None or isinstance(value, (bool, str)):
         return repr(value)[:80]
     # Of a module only a criterion says something: the models are the guard's own.
-    is_function = isinstance(value, (functools.partial, types.FunctionType, types.MethodType))
-    if is_function or (callable(value) and not isinstance(value, type) and not getattr(value, "_parameters", None)):
-        return _described(value, depth) if depth else ""
-    return ""
+    if depth == 0 or not callable(value) or isinstance(value, type) or _has_weights(value):
+        return ""
+    return _described(value, depth)
+
+
+def _has_weights(value: Any) -> bool:
+    own = value.__dict__ if isinstance(value, nn.Module) else {}
+    return bool(own.get("_parameters")) or any(map(_has_weights, own.get("_modules", {}).values()))
 
 
 def _is_filled(cell: Any) -> bool:

@@ -27,7 +27,7 @@ from holdfast.core.forked import backward_works_in_a_copy
 from holdfast.core.policy.policy import Policy, SplitHazard
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.record import RunRecord
-from holdfast.guard.splitting.loss_functions import called_inside, description_of, returning_a_loss
+from holdfast.guard.splitting.loss_functions import ReturningALoss, called_inside, description_of
 from holdfast.guard.splitting.split_check import (
     TELLING,
     SplitCheck,
@@ -90,7 +90,7 @@ class SplitSafety:
         self._last: tuple[Callable[[], Any], _Known] = (lambda: None, _Known())  # asked for several times in a step
         self._uncuttable: str | None = None
         every = [parameter for _, parameter in parts.named_parameters()]
-        self.inside = functools.partial(returning_a_loss, parts.optimizers.values(), every)
+        self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), every)
 
     def keeper(self) -> BufferKeeper:
         """Return a keeper of its own for buffers and states, for what is run within a step and taken back."""
@@ -402,19 +402,18 @@ class SplitSafety:
         with self.inside(), autocast(self.parts.device_type(), self._policy.precision):
             yield
 
-    @contextlib.contextmanager
-    def pristine(self, loss_fn: LossFunction, part: Any) -> Iterator[Any]:
-        """Yield what the loss function may be given: a copy, unless it is known to leave tensors alone."""
+    def called(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
+        """Call a part of the loss function with a copy of the batch, unless it is known to leave tensors alone."""
         known = self._of(loss_fn)
         if known.changes_batch is False:
-            yield part
-            return
+            return function(part)
         given = copied(part)
         tensors = tensors_in(given)
         before = versions_of(tensors)
-        yield given
+        returned = function(given)
         if known.changes_batch is None:
             known.changes_batch = versions_of(tensors) != before
+        return returned
 
     def batch_was_changed(self, loss_fn: LossFunction) -> BatchError:
         """Return the error about a loss function that has spoiled the batch of a step that must be repeated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -153,13 +154,12 @@ class Passes:
         return read_loss(self._call(loss_fn, loss_fn, part), samples, needs_graph=needs_graph)
 
     def _call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        pristine = self._safety.pristine(loss_fn, fresh(part))
-        with self._safety.inside(), autocast(self._device_type, self._precision), pristine as given:
-            return function(given)
+        with self._safety.inside(), autocast(self._device_type, self._precision):
+            return self._safety.called(loss_fn, function, fresh(part))
 
     def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
         if reached is None or reached:  # into nothing there is no backward
-            with weights_stay(self.watched):
+            with weights_stay(self.watched) if self.watched else contextlib.nullcontext():
                 self._loss_scale.scale(loss).backward(inputs=reached)  # type: ignore[no-untyped-call]
 
 
@@ -177,8 +177,7 @@ class LossScale:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale."""
-        scaled: torch.Tensor = self._scaler.scale(loss)
-        return scaled
+        return self._scaler.scale(loss) if self._enabled else loss
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide the gradients of these optimizers by the scale, once in a step."""
