@@ -21,6 +21,7 @@ from holdfast.core.policy.policy import Precision
 from holdfast.numerics.eager import as_written
 
 _PLAIN = (bool, int, float, str, type(None))
+_NOTHING = contextlib.nullcontext()
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -103,7 +104,7 @@ def _is_numbers(value: Any) -> bool:
 def autocast(device_type: str, precision: Precision) -> contextlib.AbstractContextManager[Any]:
     """Return the context of a forward pass; fp32 needs none."""
     dtype = _AUTOCAST.get(precision)
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device_type, dtype)
+    return _NOTHING if dtype is None else torch.autocast(device_type, dtype)
 
 
 def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Parts:

@@ -48,12 +48,10 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
 
     Cost: about 5 microseconds, and 40 more if the generators of python and numpy were used since the last call.
     """
-    return RandomState(
-        _python_state(),
-        _numpy_state(),
-        torch.get_rng_state(),
-        {str(device): torch.get_device_module(device).get_rng_state(device) for device in devices},
-    )
+    of_devices = {}
+    for device in devices:
+        of_devices[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    return RandomState(_python_state(), _numpy_state(), torch.get_rng_state(), of_devices)
 
 
 def restore(state: RandomState) -> None:

@@ -113,6 +113,8 @@ def without_graph(run: Callable[[], _T]) -> _T:
 
 def _pairs(returned: Any, samples: int | None) -> tuple[list[tuple[Any, Any]], bool]:
     """Return mean and items of each term, and whether the items were declared."""
+    if isinstance(returned, torch.Tensor):
+        return [(returned, 1 if samples is None else samples)], False
     several = list(returned.values()) if isinstance(returned, Mapping) else returned
     if isinstance(several, (list, tuple)) and several and all(isinstance(term, Loss) for term in several):
         return [(term.mean, term.items) for term in several], True
@@ -125,7 +127,7 @@ def _pairs(returned: Any, samples: int | None) -> tuple[list[tuple[Any, Any]], b
 
 def _scalar(mean: Any) -> torch.Tensor:
     if isinstance(mean, torch.Tensor) and mean.numel() == 1 and not mean.is_complex():
-        return mean.reshape(())
+        return mean.reshape(()) if mean.dim() else mean
     holds_loss = hasattr(mean, "loss") or (isinstance(mean, Mapping) and "loss" in mean)
     raise BatchError(
         f"loss_fn returned {_describe(mean)}",

@@ -87,7 +87,7 @@ class SplitSafety:
         self._buffers = buffers
         self._record = record
         self._known: dict[str, _Known] = {}
-        self._last: tuple[Callable[[], Any], _Known] = (lambda: None, _Known())  # asked for several times in a step
+        self._last: tuple[Callable[[], Any], _Known] = (lambda: None, _Known())
         self._uncuttable: str | None = None
         every = [parameter for _, parameter in parts.named_parameters()]
         self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), every)
@@ -226,7 +226,7 @@ class SplitSafety:
         return [layer for model in self.parts.models.values() for layer in mixing_layers(model)]
 
     def _of(self, loss_fn: LossFunction) -> _Known:
-        if self._last[0]() is loss_fn:
+        if self._last[0]() is loss_fn:  # asked for several times in a step
             return self._last[1]
         key = description_of(loss_fn)
         if key not in self._known and len(self._known) >= _MOST_KNOWN:

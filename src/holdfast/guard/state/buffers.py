@@ -105,7 +105,7 @@ class BufferKeeper:
         """
         late = self.states.learn()
         if self._known:
-            return self._learn_late() + late
+            return self._learn_late() + late if self._constant else late
         changed: list[_Place] = []
         constant: list[_Place] = []
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):

@@ -33,7 +33,7 @@ class FrozenParameters:
 
     def choose(self) -> bool:
         """Take those that are frozen now, if any; a loss function may freeze others."""
-        self._frozen = [named for named in self._all if not named[1].requires_grad]
+        self._frozen = [(name, p) for name, p in self._all if not p.requires_grad]
         return bool(self._frozen)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -112,10 +112,10 @@ class _Kept:
         self._copy = self._print = None
         if self.untouched and not due:
             return
+        if isinstance(self.stateful, FrozenParameters) and not self.stateful.choose():
+            self._copy = ({},)
+            return
         with contextlib.suppress(Exception):  # an object that cannot say or copy its state: nothing is promised
-            if isinstance(self.stateful, FrozenParameters) and not self.stateful.choose():
-                self._copy = ({},)
-                return
             tree = self.stateful.state_dict()
             self._large = not self._every and not is_small(tree, most_entries=_SMALL_ENTRIES, most_bytes=_SMALL_BYTES)
             if self.untouched:

@@ -40,6 +40,8 @@ from holdfast.numerics.eager import anything_compiled
 from holdfast.numerics.gradients import Group, inspect
 from holdfast.numerics.loss import check_count
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Attempts:
     """Makes attempts on one set of parts, and takes them back."""
@@ -121,7 +123,8 @@ class Attempts:
         self._prepare(work.names)
         work.prepared = True
         self._passes.watched, self._unlooked = self._unlooked, []  # once: it takes a look at each parameter
-        with self.observing(), self._measuring(work, plan):
+        work.measured = self._was_measured = False
+        with self.observing(), self._measuring(work, plan) if work.out_of_memory else _NOTHING:
             passed = self.run(work, plan, verify=True)
         self._verified.update(plan.recompute)
         self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)
@@ -158,11 +161,10 @@ class Attempts:
         What helps exactly is chosen before a batch is split. Its parts are not measured: hooks on saved tensors make
         cycles, so that each part would stay until they are collected.
         """
-        self._was_measured = work.measured = False
-        if self._measured is None or not work.out_of_memory or self.compiled:
-            return contextlib.nullcontext()
+        if self._measured is None or self.compiled:
+            return _NOTHING
         if work.size is not None and plan.samples(work.size) != work.size:
-            return contextlib.nullcontext()
+            return _NOTHING
         self._was_measured = work.measured = True
         return self._measured.measuring(plan.recompute, work.tensors)
 
@@ -207,10 +209,12 @@ class Attempts:
 
     def run(self, work: Work, plan: Plan, *, drops: bool = True, verify: bool = False) -> Passed:
         """Run forward and backward by a plan."""
+        if not plan.recompute and not self._must_recompute:
+            return self._passed(work, plan, drops=drops)
         self._check_recompute()
-        wanted = () if not plan.recompute or self.compiled else plan.recompute
+        wanted = () if self.compiled else plan.recompute
         active = {name: self._modules[name] for name in wanted if name in self._modules}
-        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = _NOTHING
         if active:
             new = [block for name, block in active.items() if verify and name not in self._verified]
             context = recomputing(list(active.values()), lambda: capture(self._devices), restore, verify=new)

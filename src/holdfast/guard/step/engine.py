@@ -188,7 +188,8 @@ class StepEngine:
         self.state.commit()
         try:
             self._step_optimizers(work.names, outcome)
-            self._compare_with_forecast()
+            if self._step_id == _COMPARED_STEP:
+                self._compare_with_forecast()
             self.loss_scale.update()
         except RuntimeError as error:
             if is_sticky(error):
@@ -271,7 +272,7 @@ class StepEngine:
     def _compare_with_forecast(self) -> None:
         """Record how far the forecast was off, once."""
         forecast = self.policy.forecast_peak_bytes
-        if forecast is None or self._step_id != _COMPARED_STEP:
+        if forecast is None:
             return
         peak = max((torch.cuda.max_memory_allocated(device) for device in self._cuda), default=0)
         if peak:

@@ -22,6 +22,7 @@ from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import fresh
 from holdfast.numerics.loss import Terms, bad_items, read_loss, without_graph
 
+_NOTHING = contextlib.nullcontext()
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 
 
@@ -159,7 +160,7 @@ class Passes:
 
     def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
         if reached is None or reached:  # into nothing there is no backward
-            with weights_stay(self.watched) if self.watched else contextlib.nullcontext():
+            with weights_stay(self.watched) if self.watched else _NOTHING:
                 self._loss_scale.scale(loss).backward(inputs=reached)  # type: ignore[no-untyped-call]
 
 
