@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from benchmarks.forks import single_threaded, value_in_a_fork
 from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
@@ -104,7 +104,7 @@ def time_tiny_model(pairs: int, run_dir: Path) -> Pairs:
     return compare(Loop(job, run_dir), Loop(job), _TINY_STEPS, pairs)
 
 
-def _malloc_threshold() -> int:
+def _malloc_threshold() -> int | Literal["auto"]:
     threshold = Policy().cpu_malloc_threshold_bytes
     assert threshold is not None
     return threshold

@@ -26,7 +26,7 @@ import torch
 
 import holdfast
 from holdfast.recorder.reader import read_events
-from holdfast.testing import memory_limited
+from holdfast.testing import limit_memory, memory_limited
 
 torch.set_num_threads(1)
 _OF_EVERY_ATTEMPT = ("torch._dynamo", "plotly.offline")  # take seconds where each attempt imports them anew
@@ -106,6 +106,7 @@ def was_short(attempt: dict[str, Any]) -> bool:
 def forked(recipe: str, attempt: dict[str, Any], needed: dict[str, int]) -> tuple[int, Any]:
     """Make the attempt in a copy of this process; return how it ended, and what it used."""
     if (pid := os.fork()) == 0:
+        limit_memory(2**45)  # never met: the guard sets malloc as it does under a limit
         log = os.open(attempt["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -28,7 +28,7 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
         ["batch_norm", ("batchnorm",), ("batch_norm", None), None, {"buffers"}, 1],
         [(), ("batch_norm",), ("buffers", "coupled_loss")],
     ),
-    "cpu_malloc_threshold_bytes": (_NOT_A_COUNT, [None, 1, 2**30]),
+    "cpu_malloc_threshold_bytes": ([*_NOT_A_COUNT, "Auto"], ["auto", None, 1, 2**30]),
     "max_grad_norm": (
         [0, 0.0, -1.0, math.nan, math.inf, -math.inf, "1.0", True, False, [1.0]],
         [None, 1, 1e-9, 5.0, np.float64(0.5)],

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from holdfast.core.errors import OutOfMemoryError
-from holdfast.memory.host_memory import available_bytes
+from holdfast.memory.host_memory import available_bytes, may_be_refused
 from holdfast.memory.onednn import switch_off_if_broken, switch_off_if_unsafe
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky
 from holdfast.testing import memory_limited
@@ -237,7 +237,7 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
-assert set_malloc_threshold(2**20) is True
+assert set_malloc_threshold(eval(sys.argv[1])) is True
 libc.free(libc.malloc(24 * 2**20))  # by default this raises the size from which blocks are mapped
 before = data_segment_bytes()
 blocks = [libc.malloc(8 * 2**20) for _ in range(8)]
@@ -249,7 +249,24 @@ trim_heap()
 """
 
 
-def test_freed_blocks_go_back_to_the_system() -> None:
-    """With the threshold set, 64 MiB that were freed under a live block are gone from the process."""
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 8 * 2**20
+@pytest.mark.parametrize(
+    ("threshold", "limit", "goes_back"),
+    [(2**20, "", True), ("'auto'", "ulimit -Sd 9999999; ", True), ("'auto'", "", False)],
+)
+def test_freed_blocks_go_back_to_the_system(threshold: object, limit: str, goes_back: bool) -> None:
+    """64 MiB that were freed under a live block are gone from the process; without a limit it keeps them."""
+    command = f'{limit}exec "$0" -c "$1" "$2"'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, _PROGRAM, str(threshold)], capture_output=True, text=True, check=True
+    )
+    assert (int(done.stdout) < 8 * 2**20) is goes_back
+
+
+def test_a_kernel_that_commits_strictly_may_refuse(tmp_path: Path) -> None:
+    """As a limit of the process does; where it cannot be read, nothing is refused."""
+    assert not may_be_refused(tmp_path)
+    strict = tmp_path / "proc/sys/vm/overcommit_memory"
+    strict.parent.mkdir(parents=True)
+    for value in "012":
+        strict.write_text(f"{value}\n")
+        assert may_be_refused(tmp_path) is (value == "2")

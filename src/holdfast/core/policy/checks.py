@@ -45,7 +45,7 @@ def _one_of(kind: Any) -> _Check:
 _FLAG: _Check = "true or false", lambda value: isinstance(value, bool)
 _COUNT: _Check = "a whole number >= 1", _whole
 _OPTIONAL_COUNT: _Check = "a whole number >= 1, or None to turn it off", lambda value: value is None or _whole(value)
-_STEPS: _Check = (
+_COUNT_OR_AUTO: _Check = (
     'a whole number >= 1, "auto", or None to turn it off',
     lambda value: value is None or value == "auto" or _whole(value),
 )
@@ -54,7 +54,7 @@ _TEXTS: _Check = "a tuple of texts", _texts
 _HAZARDS = get_args(SplitHazard)
 
 CHECKS: dict[str, _Check] = {
-    "micro_batch_size": _STEPS,
+    "micro_batch_size": _COUNT_OR_AUTO,
     "grow_after_steps": _COUNT,
     "forecast_micro_batch_size": _OPTIONAL_COUNT,
     "forecast_peak_bytes": _OPTIONAL_COUNT,
@@ -67,7 +67,7 @@ CHECKS: dict[str, _Check] = {
         f"a tuple of some of {', '.join(map(repr, _HAZARDS))}",
         lambda value: isinstance(value, tuple) and all(item in _HAZARDS for item in value),
     ),
-    "cpu_malloc_threshold_bytes": _OPTIONAL_COUNT,
+    "cpu_malloc_threshold_bytes": _COUNT_OR_AUTO,
     "max_grad_norm": _LIMIT,
     "clip_by": _one_of(ClipBy),
     "adaptive_clip_factor": _LIMIT,
@@ -87,7 +87,7 @@ CHECKS: dict[str, _Check] = {
     "frozen": _TEXTS,
     "ignore_rules": _TEXTS,
     "precision": _one_of(Precision),
-    "save_interval_steps": _STEPS,
+    "save_interval_steps": _COUNT_OR_AUTO,
     "save_interval_minutes": _LIMIT,
     "async_save": _FLAG,
     "save_overhead": ("a number above 0 and below 1", lambda value: _positive(value) and value < 1),

@@ -113,11 +113,12 @@ class Policy:
     of each micro-batch), ``"buffers"`` (updated once per micro-batch), ``"coupled_loss"`` (terms across
     samples)."""
 
-    cpu_malloc_threshold_bytes: int | None = 4 * 2**20
-    """Size in bytes from which glibc gives freed memory back to the system, which makes out-of-memory on the
-    CPU recoverable. None leaves malloc alone, which is faster for models whose activations are that large, since
-    their pages are not zeroed anew in each step (``benchmarks/malloc_threshold`` measures by how much). 4 MiB: 84
-    of 84 recoveries, where the default recovered 11 of 84 (measured on glibc 2.36)."""
+    cpu_malloc_threshold_bytes: int | Literal["auto"] | None = "auto"
+    """Size in bytes from which glibc gives freed memory back to the system at once; None leaves malloc alone.
+    ``"auto"``: 4 MiB where memory can be refused (``ulimit -v`` or ``-d``, strict overcommit), which makes
+    out-of-memory on the CPU recoverable (84 of 84, where glibc's default recovered 11 of 84) and doubles the time of
+    steps with activations of that size; else 32 MiB, which is faster than glibc's default. A limit that is set after
+    the guard was made is not seen. ``benchmarks/malloc_threshold`` measures both (glibc 2.36)."""
 
     max_grad_norm: float | None = None
     """Largest gradient norm; larger gradients are scaled down to it. None turns clipping off."""
