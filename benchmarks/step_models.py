@@ -19,7 +19,7 @@ class Job:
     """A model, AdamW, and one batch; the same for every call with the same arguments.
 
     Args:
-        kind: "tiny", "mlp", "conv", or "wide_conv", which has large activations.
+        kind: "tiny", "mlp", "mlp512", "conv", or "wide_conv", which has large activations.
         batch_size: Samples.
         device: Where it lies.
     """
@@ -28,7 +28,7 @@ class Job:
         torch.manual_seed(0)
         self.model = _make_model(kind).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        shape = {"tiny": (4,), "mlp": (256,), "conv": (3, 32, 32), "wide_conv": (3, 64, 64)}[kind]
+        shape = {"tiny": (4,), "mlp": (256,), "mlp512": (512,), "conv": (3, 32, 32), "wide_conv": (3, 64, 64)}[kind]
         inputs, labels = torch.randn(batch_size, *shape), torch.randint(_CLASSES, (batch_size,))
         self.batch = inputs.to(device), labels.to(device)
 
@@ -53,10 +53,11 @@ def _make_model(kind: str) -> nn.Module:
     if kind == "tiny":
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, _CLASSES))
     layers: list[nn.Module] = []
-    if kind == "mlp":
+    if kind.startswith("mlp"):
+        width = 512 if kind == "mlp512" else 256
         for _ in range(4):
-            layers += [nn.Linear(256, 256), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Linear(256, _CLASSES))
+            layers += [nn.Linear(width, width), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(width, _CLASSES))
     for channels in (3, 16, 16, 16):
         layers += [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, _CLASSES))

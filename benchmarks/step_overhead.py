@@ -1,161 +1,326 @@
-"""What a guarded step costs beyond a bare one when nothing goes wrong: time, and memory.
+"""What a guarded step costs over a plain loop with clipping: everything at its default, first steps too, and peers.
 
-How: the guarded loop is ``for batch in guard.batches(...): guard.step(batch, loss_fn)`` with ``max_grad_norm`` and no
-saving; the bare one is zero_grad, forward, backward, ``clip_grad_norm_``, ``optimizer.step`` over the same batches,
-model and AdamW. Both loops live in one process with one thread and the guard's malloc setting, and train the same
-model. Blocks of steps alternate, in random order within each pair, and CPU time is compared within each pair:
-noise from elsewhere hits both. The batch is sized so that a bare step takes about 10 ms or 50 ms (a perceptron, and
-convolutions with BatchNorm, whose statistics the guard copies); a tiny model shows the fixed cost. A second bare loop
-against the first, in the same way, shows how far equal loops seem to differ.
+How: in a forked child two models of one kind, bare and guarded, each with a torch loader of its own, train in blocks
+of 20 steps that take turns, in random order; in every second child the guarded model is made first. Compared is the
+CPU time of all threads (user and system) of the two blocks of a pair, so saves beside the loop count. *First*: the
+first 400 steps of both, the very first included, as the ratio or difference of the sums, one sample for each child.
+*Warm*: after 500 steps, one sample for each pair of blocks.
 
-Memory: each loop runs in a forked child of its own, 5 times. After 2 steps the kernel's peak of resident memory is
-reset, 3 steps are made, and the peak is read, less what was resident before there was a model. Part of what the guard
-takes, such as its recording, does not depend on the model, so the share is shown for three sizes.
+*Alone*: one loop in a child of its own, all with the guard's malloc setting; the CPU time of steps 401 to 800 of a
+guarded child over that of the bare one started in the same round, in random order.
 
-To reach: median ratio <= 1.03 at 10 ms and <= 1.01 at 50 ms, <= 150 us added to a tiny step, peak memory <= 1 % more
-plus a copy of the mutable buffers.
+*Peers*: bare loop, Guard, Accelerate, Lightning and transformers' Trainer in one child, the same model and AdamW for
+each, blocks in turn as above; those that own their loop wait in a callback, in a thread. They save nothing and log
+nothing; the Guard has its defaults.
+
+Memory: the peak of resident bytes in the third to fifth step over what was there before the model, guarded less bare.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import random
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
+
+import torch
 
 from benchmarks.forks import single_threaded, value_in_a_fork
 from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.results_file import Result, read_options
-from benchmarks.step_models import MAX_GRAD_NORM, Job, Size, find_batch_size
-from holdfast import Guard, Policy
+from benchmarks.step_models import MAX_GRAD_NORM, Job, find_batch_size
+from holdfast import Guard
 from holdfast.memory.host_memory import set_malloc_threshold
 
-_ENDLESS = 10**9
-_BATCHES_OF_AN_EPOCH = 1000
-_TIMED = (("mlp", 10.0, 1.03), ("conv", 10.0, 1.03), ("mlp", 50.0, 1.01), ("conv", 50.0, 1.01))
-_TINY_BATCH = 4
-_TINY_STEPS = 200
-_FIXED_COST_US = 150.0
-_BLOCK_MILLISECONDS = 200
+_ENDLESS = 10**6
+_BLOCK, _FIRST, _WARM_AFTER = 20, 400, 500
+# Kind, milliseconds (None: a batch of 64 or 4), children, most at first and when warm: ratios, of tiny microseconds.
+_TIMED: tuple[tuple[str, float | None, int, float, float], ...] = (
+    ("tiny", None, 8, 120.0, 80.0),
+    ("mlp512", None, 4, 1.03, 1.015),
+    ("mlp", 10.0, 4, 1.03, 1.015),
+    ("conv", 10.0, 4, 1.03, 1.015),
+    ("mlp", 50.0, 2, 1.03, 1.005),
+)
 _MEMORY_CASES = (("mlp", 16384), ("wide_conv", 64), ("wide_conv", 256))
 
-Clock: TypeAlias = Callable[[], float]
-Pairs: TypeAlias = list[tuple[float, float]]
+Loop = Callable[[int], float]
+"""Makes so many steps, a multiple of the block, and returns their CPU seconds."""
 
 
-class Loop:
-    """A plain loop, or with a run directory a guarded one, that can be run for some steps at a time."""
+class _Same(torch.utils.data.Dataset[Any]):
+    """One batch, again and again."""
 
-    def __init__(self, job: Job, run_dir: Path | None = None, clock: Clock = time.process_time) -> None:
-        self._job, self._clock, self._guard = job, clock, None
-        self._batches: Iterator[Any] = repeat(job.batch)
-        if run_dir is not None:
-            self._guard = Guard(
-                run_dir,
-                model=job.model,
-                optimizer=job.optimizer,
-                loader=[job.batch] * _BATCHES_OF_AN_EPOCH,
-                max_grad_norm=MAX_GRAD_NORM,
-                save_interval_steps=None,
-            )
-            self._batches = self._guard.batches(max_steps=_ENDLESS)
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, _: int) -> Any:
+        return self._batch
+
+
+def _loader(batch: Any) -> Any:
+    return torch.utils.data.DataLoader(_Same(batch), batch_size=None)
+
+
+def _stepping(step: Callable[[Any], Any], batches: Iterator[Any]) -> Loop:
+    def run(steps: int) -> float:
+        started = time.process_time()
+        for _ in range(steps):
+            step(next(batches))
+        return time.process_time() - started
+
+    return run
+
+
+def bare(job: Job) -> Loop:
+    return _stepping(job.bare_step, iter(_loader(job.batch)))
+
+
+def guarded(job: Job) -> Loop:
+    guard = Guard(
+        tempfile.mkdtemp(),
+        model=job.model,
+        optimizer=job.optimizer,
+        loader=_loader(job.batch),
+        max_grad_norm=MAX_GRAD_NORM,
+    )
+    return _stepping(lambda batch: guard.step(batch, job.loss), guard.batches(max_steps=_ENDLESS))
+
+
+def accelerated(job: Job) -> Loop:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, _loader(job.batch))
+
+    def step(batch: Any) -> None:
+        inputs, labels = batch
+        optimizer.zero_grad()
+        accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
+        accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+
+    return _stepping(step, iter(loader))
+
+
+class _Turns:
+    """Lets a training that owns its loop go on for some steps at a time, in a thread that waits in between."""
+
+    def __init__(self, train: Callable[[Callable[[], None]], None]) -> None:
+        self._left, self._go, self._done = 0, threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=train, args=(self._stepped,), daemon=True).start()
+        self._wait_for_first = True
+
+    def _stepped(self) -> None:
+        """Called after each step, and once before the first."""
+        self._left -= 1
+        if self._left <= 0:
+            self._done.release()
+            self._go.acquire()
 
     def run(self, steps: int) -> float:
-        """Make steps and return their seconds."""
-        job, guard, batches = self._job, self._guard, self._batches
-        started = self._clock()
-        for _ in range(steps):
-            if guard is None:
-                job.bare_step(next(batches))
+        if self._wait_for_first:
+            self._done.acquire()
+            self._wait_for_first = False
+        self._left = steps
+        started = time.process_time()
+        self._go.release()
+        self._done.acquire()
+        return time.process_time() - started
+
+
+def lightning(job: Job) -> Loop:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = job.model
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return job.optimizer
+
+    def train(stepped: Callable[[], None]) -> None:
+        class Waits(pl.Callback):
+            def on_train_start(self, *_: Any) -> None:
+                stepped()
+
+            def on_train_batch_end(self, *_: Any) -> None:
+                stepped()
+
+        trainer = pl.Trainer(
+            max_steps=_ENDLESS,
+            callbacks=[Waits()],
+            gradient_clip_val=MAX_GRAD_NORM,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tempfile.mkdtemp(),
+        )
+        trainer.fit(Module(), _loader(job.batch))
+
+    return _Turns(train).run
+
+
+def transformers(job: Job) -> Loop:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = job.model
+
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), labels)}
+
+    def train(stepped: Callable[[], None]) -> None:
+        class Waits(TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                stepped()
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                stepped()
+
+        class Trains(Trainer):
+            def get_train_dataloader(self) -> Any:
+                inputs, labels = job.batch
+                return self.accelerator.prepare(_loader({"inputs": inputs, "labels": labels}))
+
+        arguments = TrainingArguments(
+            output_dir=tempfile.mkdtemp(),
+            max_steps=_ENDLESS,
+            max_grad_norm=MAX_GRAD_NORM,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        constant = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda _: 1.0)
+        Trains(Model(), arguments, callbacks=[Waits()], optimizers=(job.optimizer, constant)).train()
+
+    return _Turns(train).run
+
+
+PEERS: dict[str, Callable[[Job], Loop]] = {
+    "bare": bare,
+    "guarded": guarded,
+    "accelerate": accelerated,
+    "lightning": lightning,
+    "transformers' Trainer": transformers,
+}
+
+
+def in_turns(made: Sequence[tuple[str, Loop]], pairs: int, seed: int) -> list[dict[str, float]]:
+    """Return the CPU seconds of a step of each loop, for each round of blocks in random order."""
+    chance = random.Random(seed)
+    return [{name: run(_BLOCK) / _BLOCK for name, run in chance.sample(made, len(made))} for _ in range(pairs)]
+
+
+def compared(names: Sequence[str], kind: str, size: int, warm_pairs: int, seed: int) -> tuple[Any, Any]:
+    """Return the rounds of blocks of the first 400 steps, and those after 500."""
+    set_malloc_threshold("auto")  # as the guard does, for all
+    order = list(names) if seed % 2 else list(names)[::-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("lightning.pytorch", "transformers", "accelerate", "holdfast"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        made = [(name, PEERS[name](Job(kind, size))) for name in order]
+        first = in_turns(made, _FIRST // _BLOCK, seed)
+        in_turns(made, (_WARM_AFTER - _FIRST) // _BLOCK, seed)
+        return first, in_turns(made, warm_pairs, seed)
+
+
+def alone(name: str, kind: str, size: int) -> float:
+    """Return the CPU seconds of a step of one loop in this process, after 400."""
+    set_malloc_threshold("auto")
+    run = PEERS[name](Job(kind, size))
+    run(_FIRST)
+    return run(_FIRST) / _FIRST
+
+
+def measure_time(result: Result, *, quick: bool) -> None:
+    for kind, milliseconds, children, at_first, when_warm in _TIMED[: 2 if quick else None]:
+        size = {"tiny": 4, "mlp512": 64}.get(kind, 0)
+        if milliseconds is not None:
+            size = value_in_a_fork(partial(find_batch_size, kind, milliseconds), kind).batch_size
+        name = kind if milliseconds is None else f"{kind}, {milliseconds:g} ms"
+        first, warm = [], []
+        for seed in range(1 if quick else children):
+            run = partial(compared, ("bare", "guarded"), kind, size, 4 if quick else 20, seed)
+            found = value_in_a_fork(run, name)
+            first.append([sum(each[loop] for each in found[0]) / len(found[0]) for loop in ("bare", "guarded")])
+            warm += [(each["bare"], each["guarded"]) for each in found[1]]
+        result.parameters[name] = {"batch_size": size}
+        for when, samples, most in (("first 400 steps", first, at_first), ("warm", warm, when_warm)):
+            if kind == "tiny":
+                added = [1e6 * (mine - plain) for plain, mine in samples]
+                result.add_samples(f"{name}, {when}: added to a step", "us", added, at_most=most, digits=1)
             else:
-                guard.step(next(batches), job.loss)
-        return self._clock() - started
+                ratios = [mine / plain for plain, mine in samples]
+                what = f"{name}, {when}: CPU time of guarded over bare"
+                result.add_samples(what, "ratio", ratios, at_most=most)
+        result.add_samples(f"{name}: bare step", "ms", [1000 * plain for plain, _ in warm])
 
 
-def compare(guarded: Loop, bare: Loop, steps: int, pairs: int) -> Pairs:
-    """Return the seconds of a bare and of a guarded step, for each pair of blocks."""
-    for _ in range(2):
-        bare.run(steps)
-        guarded.run(steps)
-    chance = random.Random(0)
-    found: Pairs = []
-    for _ in range(pairs):
-        seconds = {loop: loop.run(steps) / steps for loop in chance.sample([bare, guarded], 2)}
-        found.append((seconds[bare], seconds[guarded]))
-    return found
+def measure_alone(result: Result, rounds: int) -> None:
+    chance, ratios = random.Random(0), []
+    for _ in range(rounds):
+        names = chance.sample(["bare", "guarded"], 2)
+        found = {name: value_in_a_fork(partial(alone, name, "mlp512", 64), name) for name in names}
+        ratios.append(found["guarded"] / found["bare"])
+    result.add_samples("mlp512, alone: CPU time of guarded over bare", "ratio", ratios, at_most=1.015)
 
 
-def time_model(kind: str, milliseconds: float, pairs: int, run_dir: Path) -> tuple[Size, Pairs, Pairs]:
-    """Return the size, the guarded loop against the bare one, and a second bare loop against it."""
-    set_malloc_threshold(_malloc_threshold())  # before all loops, as the guard does anyway
-    size = find_batch_size(kind, milliseconds)
-    job = Job(kind, size.batch_size)  # one for all: copies at other addresses differ by more than what is measured
-    guarded, bare, control = Loop(job, run_dir), Loop(job), Loop(job)
-    steps = max(4, round(_BLOCK_MILLISECONDS / milliseconds))
-    return size, compare(guarded, bare, steps, pairs), compare(control, bare, steps, -(-pairs // 2))
+def measure_peers(result: Result, children: int, pairs: int) -> None:
+    first: dict[str, list[float]] = {name: [] for name in PEERS if name != "bare"}
+    warm: dict[str, list[float]] = {name: [] for name in PEERS if name != "bare"}
+    for seed in range(children):
+        found = value_in_a_fork(partial(compared, tuple(PEERS), "mlp512", 64, pairs, seed), "peers")
+        for name in first:
+            first[name].append(sum(each[name] for each in found[0]) / sum(each["bare"] for each in found[0]))
+            warm[name] += [each[name] / each["bare"] for each in found[1]]
+    for when, samples in (("first 400 steps", first), ("warm", warm)):
+        for name, ratios in samples.items():
+            result.add_samples(f"peers, mlp512, {when}: CPU time of {name} over bare", "ratio", ratios)
 
 
-def time_tiny_model(pairs: int, run_dir: Path) -> Pairs:
-    job = Job("tiny", _TINY_BATCH)
-    return compare(Loop(job, run_dir), Loop(job), _TINY_STEPS, pairs)
-
-
-def _malloc_threshold() -> int | Literal["auto"]:
-    threshold = Policy().cpu_malloc_threshold_bytes
-    assert threshold is not None
-    return threshold
-
-
-def peak_of_loop(kind: str, batch_size: int, *, guarded: bool, run_dir: Path) -> tuple[int, int]:
+def peak_of_loop(kind: str, batch_size: int, name: str) -> tuple[int, int]:
     """Return the peak of resident bytes of a loop beyond what was there before, and the bytes of mutable buffers."""
-    set_malloc_threshold(_malloc_threshold())
+    set_malloc_threshold("auto")
     before = resident_bytes()
     job = Job(kind, batch_size)
-    loop = Loop(job, run_dir if guarded else None)
-    loop.run(2)
+    run = PEERS[name](job)
+    run(2)
     reset_peak()
-    loop.run(3)
+    run(3)
     return peak_bytes() - before, job.mutable_buffer_bytes()
 
 
-def measure_time(result: Result, folder: Path, pairs: int) -> None:
-    for kind, milliseconds, at_most in _TIMED:
-        name = f"{kind}, {milliseconds:g} ms"
-        run_dir = folder / name
-        size, found, control = value_in_a_fork(partial(time_model, kind, milliseconds, pairs, run_dir), name)
-        result.parameters[name] = {"batch_size": size.batch_size, "bare_milliseconds": size.milliseconds}
-        ratios = [guarded / bare for bare, guarded in found]
-        result.add_samples(f"{name}: CPU time of guarded over bare", "ratio", ratios, at_most=at_most)
-        ratios = [again / bare for bare, again in control]
-        result.add_samples(f"{name}: CPU time of a second bare loop over the bare one", "ratio", ratios)
-        result.add_samples(f"{name}: bare step", "ms", [1000 * bare for bare, _ in found])
-
-
-def measure_fixed_cost(result: Result, folder: Path, pairs: int) -> None:
-    found = value_in_a_fork(partial(time_tiny_model, pairs, folder / "tiny"), "tiny")
-    added = [1e6 * (guarded - bare) for bare, guarded in found]
-    result.add_samples("tiny: added to a step", "us", added, at_most=_FIXED_COST_US, digits=1)
-    result.add_samples("tiny: bare step", "us", [1e6 * bare for bare, _ in found], digits=1)
-
-
-def measure_memory(result: Result, folder: Path, kind: str, batch_size: int, repetitions: int) -> None:
-    name = f"{kind}, batch of {batch_size}"
-    peaks: dict[bool, list[int]] = {False: [], True: []}
-    buffers = 0
-    for number in range(repetitions):
-        for guarded in (False, True):
-            run_dir = folder / f"memory-{kind}-{batch_size}-{number}"
-            run = partial(peak_of_loop, kind, batch_size, guarded=guarded, run_dir=run_dir)
-            peak, buffers = value_in_a_fork(run, name)
-            peaks[guarded].append(peak)
-    extra = [after - before for before, after in zip(peaks[False], peaks[True], strict=True)]
-    beyond = [(more - buffers) / peak for more, peak in zip(extra, peaks[False], strict=True)]
+def measure_memory(result: Result, kind: str, batch_size: int, repetitions: int) -> None:
+    name, buffers = f"{kind}, batch of {batch_size}", 0
+    peaks: dict[str, list[int]] = {"bare": [], "guarded": []}
+    for _, loop in itertools.product(range(repetitions), peaks):
+        peak, buffers = value_in_a_fork(partial(peak_of_loop, kind, batch_size, loop), name)
+        peaks[loop].append(peak)
+    extra = [after - before for before, after in zip(peaks["bare"], peaks["guarded"], strict=True)]
+    beyond = [(more - buffers) / peak for more, peak in zip(extra, peaks["bare"], strict=True)]
     result.parameters[f"{name}: mutable_buffer_bytes"] = buffers
-    result.add_samples(f"{name}: peak of the bare loop", "MiB", [peak / 2**20 for peak in peaks[False]], digits=2)
+    result.add_samples(f"{name}: peak of the bare loop", "MiB", [peak / 2**20 for peak in peaks["bare"]], digits=2)
     result.add_samples(f"{name}: extra peak of the guarded loop", "MiB", [more / 2**20 for more in extra], digits=2)
     result.add_samples(f"{name}: extra peak less mutable buffers, over bare peak", "ratio", beyond, at_most=0.01)
 
@@ -163,15 +328,13 @@ def measure_memory(result: Result, folder: Path, kind: str, batch_size: int, rep
 def main() -> None:
     single_threaded()
     options = read_options("step_overhead", __doc__ or "")
-    pairs = 8 if options.quick else 40
-    parameters = {"pairs": pairs, "cpu_malloc_threshold_bytes": _malloc_threshold()}
-    result = Result(options=options, parameters=parameters)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        measure_fixed_cost(result, folder, pairs)
-        measure_time(result, folder, pairs)
-        for kind, batch_size in _MEMORY_CASES[: 2 if options.quick else None]:
-            measure_memory(result, folder, kind, batch_size, 2 if options.quick else 5)
+    quick = options.quick
+    result = Result(options=options, parameters={"block": _BLOCK, "first": _FIRST, "warm_after": _WARM_AFTER})
+    measure_time(result, quick=quick)
+    measure_alone(result, 1 if quick else 8)
+    measure_peers(result, 1 if quick else 3, 2 if quick else 20)
+    for kind, batch_size in _MEMORY_CASES[: 1 if quick else None]:
+        measure_memory(result, kind, batch_size, 2 if quick else 5)
     result.write()
 
 

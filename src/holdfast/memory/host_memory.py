@@ -23,7 +23,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _STRICT = "2"  # of vm.overcommit_memory: the kernel refuses what it could not back
 UNDER_A_LIMIT_BYTES = 4 * 2**20
-_UNLIMITED_BYTES = 32 * 2**20  # the largest that glibc allows
+_UNLIMITED_BYTES = 32 * 2**20  # the largest that glibc chooses by itself; from 512 MiB on, large heaps fragment
 # How much may lie free at the top of the heap: less would be given back and taken again at every step.
 _KEPT_BYTES, _KEPT_UNLIMITED_BYTES = 64 * 2**20, 512 * 2**20
 
