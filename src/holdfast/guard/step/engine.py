@@ -28,6 +28,7 @@ from holdfast.core.events.event import Promise, Stop
 from holdfast.core.events.event import Split as SplitDecision
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
+from holdfast.guard.fuse import Fusing
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks import check_one_rank
@@ -73,6 +74,7 @@ class StepEngine:
         self._cuda = [device for device in self._devices if device.type == "cuda" and forecast is not None]
         self._model_order = _ModelOrder(parts)
         self._replay = Replay(parts, self.attempts)
+        self._fusing = Fusing(parts, record) if policy.fuse else None
         self._step_id = 0
         self._reports_no_gain = policy.recompute is True
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
@@ -353,6 +355,8 @@ class StepEngine:
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
                 self.attempts.drop_unused_state(name)
+                if self._fusing is not None:
+                    self._fusing.stepped(name, self._step_id)
                 continue
             except Exception as error:
                 found = find_out_of_memory(error)

@@ -1,0 +1,81 @@
+"""`Policy.fuse`: many tensors at once where a trial gives the same bits, and only a proposal where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import holdfast
+from holdfast.guard import fuse as module
+
+
+@pytest.fixture(autouse=True)
+def _any_gain_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WORTH", 0.0)  # what is faster on this machine is not what is tested
+
+
+def train(
+    run_dir: Path, make: Callable[..., torch.optim.Optimizer], *, fuse: bool
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer, dict[str, dict[str, Any]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    batch = torch.randn(6, 8), torch.randint(4, (6,))
+    optimizer = make(model.parameters())
+    settings: dict[str, Any] = {"max_grad_norm": 1.0, "fuse": fuse, "diagnose": False}
+    with holdfast.Guard(run_dir, model=model, optimizer=optimizer, loader=[batch] * 15, **settings) as guard:
+        for each in guard.batches(max_epochs=1):
+            guard.step(each, lambda given: F.cross_entropy(model(given[0]), given[1]))
+        found = {f"{event.kind} {event.data.get('implementation')}": dict(event.data) for event in guard.events()}
+    moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return [*model.parameters(), *moments], optimizer, {k: v for k, v in found.items() if k.startswith("optimizer_")}
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True)])
+def test_what_gives_the_same_bits_is_switched_on_and_changes_nothing(tmp_path, make):
+    """``foreach`` is used from the trial on, ``fused`` is only proposed; weights and moments are those without."""
+    plain, optimizer, found = train(tmp_path / "plain", make, fuse=False)
+    assert not found
+    assert not optimizer.param_groups[0]["foreach"]
+    fused, optimizer, found = train(tmp_path / "fused", make, fuse=True)
+    assert optimizer.param_groups[0]["foreach"]
+    assert not optimizer.param_groups[0]["fused"]
+    assert found["optimizer_fused foreach"]["promise"] == "bit-exact"
+    assert "fused=True" in found["optimizer_could_be_faster fused"]["fix"]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))
+
+
+def test_what_rounds_otherwise_is_only_proposed(tmp_path):
+    """NAdam adds up in another order with ``foreach``: taken for the same, it would be another training."""
+    plain, _, _ = train(tmp_path / "plain", torch.optim.NAdam, fuse=False)
+    fused, optimizer, found = train(tmp_path / "fused", torch.optim.NAdam, fuse=True)
+    assert not optimizer.param_groups[0]["foreach"]
+    assert list(found) == ["optimizer_could_be_faster foreach"]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))
+
+
+def test_an_optimizer_that_cannot_be_tried_stays_as_it_is(tmp_path, monkeypatch):
+    """The trial has no memory: training goes on, and the event says why."""
+
+    def refused(*_: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(module, "_run", refused)
+    _, optimizer, found = train(tmp_path, torch.optim.AdamW, fuse=True)
+    assert found["optimizer_not_tried None"]["error"] == "MemoryError: no room for a copy"
+    assert not optimizer.param_groups[0]["foreach"]
+
+
+def test_a_choice_of_the_caller_stays(tmp_path):
+    """Who has set ``foreach`` or ``fused`` has chosen, and an optimizer by other hands is not torch's."""
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    for number, make in enumerate((lambda p: torch.optim.AdamW(p, fused=True), Own)):
+        assert train(tmp_path / str(number), make, fuse=True)[2] == {}
