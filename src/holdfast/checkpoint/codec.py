@@ -25,6 +25,7 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     **{kind.__name__: kind for kind in (tuple, set, frozenset)},
     "size": torch.Size,
 }
+_AS_THEY_ARE = {int, bool, str, type(None)}
 _PLAIN_VALUES = "let state_dict() return one of these, for instance a tensor or a dict of numbers."
 _PLAIN_ARRAYS = (
     "let state_dict() return plain arrays, for instance numpy.asarray(x), and of a masked array x.data and x.mask "
@@ -100,7 +101,11 @@ class Encoder:
         return body
 
     def _sequence(self, value: Any, path: tuple[str, ...]) -> Any:
-        items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+        kinds = set(map(type, value))
+        if kinds <= _AS_THEY_ARE or (kinds == {float} and all(map(math.isfinite, value))):
+            items = list(value)  # losses, the words of a generator: thousands, again and again
+        else:
+            items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
         if type(value) is list:
             return items
         if isinstance(value, torch.Size):
