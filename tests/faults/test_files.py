@@ -18,9 +18,9 @@ from holdfast.testing import flip_bit, flip_random_bit
 
 
 @pytest.mark.slow
-def test_no_flipped_bit_is_ever_loaded(tmp_path):
+def test_no_flipped_bit_is_ever_loaded(trained, tmp_path):
     """Any bit of any file: the checkpoint is set aside with an event, and the run goes on from the one before."""
-    train(tmp_path / "good", 6)
+    trained(tmp_path / "good")
     _, expected = train(tmp_path / "undisturbed", 9)
     chance = random.Random(3)
     each_file = sorted(each.name for each in max((tmp_path / "good" / "checkpoints").iterdir()).iterdir())
@@ -42,9 +42,9 @@ def test_no_flipped_bit_is_ever_loaded(tmp_path):
         shutil.rmtree(run_dir)
 
 
-def test_nothing_that_verifies_is_an_error_and_not_a_silent_new_start(tmp_path):
+def test_nothing_that_verifies_is_an_error_and_not_a_silent_new_start(trained, tmp_path):
     """With every checkpoint damaged the run refuses to begin from scratch, again and again."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     for path in (tmp_path / "checkpoints").iterdir():
         (path / "optimizer.safetensors").write_bytes(b"")
     for _ in range(2):
@@ -53,18 +53,18 @@ def test_nothing_that_verifies_is_an_error_and_not_a_silent_new_start(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
-def test_a_missing_file_is_damage(tmp_path, name):
+def test_a_missing_file_is_damage(trained, tmp_path, name):
     """A checkpoint that lacks a file is set aside like one with a flipped bit."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     (max((tmp_path / "checkpoints").iterdir()) / name).unlink()
     guard, _ = train(tmp_path, 6)
     assert guard.resumed_from is not None
     assert guard.resumed_from.name.endswith("step00000004")
 
 
-def test_the_leftovers_of_a_killed_save_are_removed(tmp_path):
+def test_the_leftovers_of_a_killed_save_are_removed(trained, tmp_path):
     """A draft that was never renamed is no checkpoint and does not stay."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     draft = tmp_path / "checkpoints" / ".tmp-000009-step00000099"
     shutil.copytree(max((tmp_path / "checkpoints").iterdir()), draft)
     guard, _ = train(tmp_path, 6)
