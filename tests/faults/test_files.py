@@ -14,7 +14,7 @@ from tests.faults.small_run import same, train
 
 import holdfast
 from holdfast.chaos.small_disk import command_with_small_disk
-from holdfast.testing import flip_bit, flip_random_bit
+from holdfast.testing import flip_bit
 
 
 @pytest.mark.slow
@@ -24,15 +24,12 @@ def test_no_flipped_bit_is_ever_loaded(trained, tmp_path):
     _, expected = train(tmp_path / "undisturbed", 9)
     chance = random.Random(3)
     each_file = sorted(each.name for each in max((tmp_path / "good" / "checkpoints").iterdir()).iterdir())
-    for name in (*each_file, *[None] * 8):
+    for name in each_file * 3:
         run_dir = tmp_path / "run"
         shutil.copytree(tmp_path / "good", run_dir)
         newest = max((run_dir / "checkpoints").iterdir())
-        if name is None:
-            file, bit = flip_random_bit(newest, chance)
-        else:
-            file, bit = newest / name, chance.randrange(8 * (newest / name).stat().st_size)
-            flip_bit(file, bit)
+        file, bit = newest / name, chance.randrange(8 * (newest / name).stat().st_size)
+        flip_bit(file, bit)
         guard, model = train(run_dir, 9)
         (found,) = [event for event in guard.events() if event.kind == "checkpoint_damaged"]
         assert found.data["checkpoint"] == newest.name, (file, bit)

@@ -35,6 +35,7 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+Fault = dict[str, Any]
 Trained = Callable[[Path], None]
 
 
@@ -78,25 +79,13 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return chosen
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("manifest.json", errno.EMFILE),
-        ("manifest.json", errno.ESTALE),
-        ("model.safetensors", errno.ETIMEDOUT),
-        ("model.safetensors", errno.EACCES),
-        ("state.json", errno.ENOMEM),
-        ("state.json", errno.ESTALE),
-    ],
-)
-def test_a_fault_that_passes_changes_nothing(
-    name: str, number: int, fault: dict[str, Any], trained: Trained, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
+def test_a_fault_that_passes_changes_nothing(name: str, fault: Fault, trained: Trained, tmp_path: Path) -> None:
     """Each start ends with H307 meanwhile, all checkpoints keep their names, and then the run goes on."""
     trained(tmp_path)
     before = names(tmp_path)
-    fault |= {"name": name, "number": number}
-    for _ in range(2):
+    for number in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.ENOMEM):
+        fault |= {"name": name, "number": number}
         with pytest.raises(holdfast.RunDirectoryError, match="H307"):
             guard_in(tmp_path)
     assert names(tmp_path) == before
@@ -108,7 +97,7 @@ def test_a_fault_that_passes_changes_nothing(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
-def test_an_input_output_error_is_damage(name: str, fault: dict[str, Any], trained: Trained, tmp_path: Path) -> None:
+def test_an_input_output_error_is_damage(name: str, fault: Fault, trained: Trained, tmp_path: Path) -> None:
     """The disk has lost the bytes: nobody has to rename anything for the run to go on from the one before."""
     trained(tmp_path)
     newest = max((tmp_path / "checkpoints").iterdir())
@@ -119,7 +108,7 @@ def test_an_input_output_error_is_damage(name: str, fault: dict[str, Any], train
     guard.close()
 
 
-def test_the_way_on_where_it_never_can_be_read(fault: dict[str, Any], trained: Trained, tmp_path: Path) -> None:
+def test_the_way_on_where_it_never_can_be_read(fault: Fault, trained: Trained, tmp_path: Path) -> None:
     """The command of the message lets the run go on from the checkpoint before, with the same bits as ever."""
     _, expected = train(tmp_path / "undisturbed", 9)
     trained(tmp_path / "run")
@@ -137,7 +126,7 @@ def test_the_way_on_where_it_never_can_be_read(fault: dict[str, Any], trained: T
 
 
 def test_what_lists_and_prunes_checkpoints_does_not_call_it_damaged(
-    fault: dict[str, Any], trained: Trained, tmp_path: Path
+    fault: Fault, trained: Trained, tmp_path: Path
 ) -> None:
     """`holdfast checkpoints --verify` says that it cannot be read now, and nothing is deleted meanwhile."""
     trained(tmp_path)
@@ -169,7 +158,7 @@ def test_a_directory_in_the_place_of_a_file_is_damage(trained: Trained, tmp_path
     guard.close()
 
 
-def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: dict[str, Any], tmp_path: Path) -> None:
+def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: Fault, tmp_path: Path) -> None:
     """It is an event like a full disk, training goes on, and the next save succeeds."""
     guard, model = guard_in(tmp_path)
     for batch in guard.batches(max_steps=6):
@@ -183,7 +172,7 @@ def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: dict[str,
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_checkpoints_of_frameworks_keep_their_names_too(kind: str, fault: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoints_of_frameworks_keep_their_names_too(kind: str, fault: Fault, tmp_path: Path) -> None:
     """The search ends with H307 instead of going back behind one that may be whole; lost bytes are damage."""
     found, refused = [], []
     for number in (2, 1):
