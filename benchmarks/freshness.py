@@ -18,6 +18,7 @@ import json
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,15 +117,14 @@ def digest(name: str, root: Path = ROOT) -> str:
             raise LookupError(f"benchmarks/freshness.py: {name}: src/holdfast/{source} is not there")
         for file in files:
             total.update(f"{file.relative_to(root)}\n".encode())
-            total.update(_code(file))
+            total.update(_code(file.read_bytes()) if file.suffix == ".py" else file.read_bytes())
     return total.hexdigest()
 
 
-def _code(file: Path) -> bytes:
-    """Return what a file does: the tree of a Python file without docstrings, the bytes of any other."""
-    if file.suffix != ".py":
-        return file.read_bytes()
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+@cache  # many results name the same files
+def _code(source: bytes) -> bytes:
+    """Return what a Python file does: its tree without docstrings."""
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

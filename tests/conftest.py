@@ -48,7 +48,7 @@ def clean_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    if request.node.nodeid.startswith("tests/unit/"):
+    if request.node.nodeid.startswith(("tests/unit/", "tests/property/")):
         monkeypatch.setattr(os, "fsync", lambda _: None)  # a disk's time; tests of faults sync
     handler = signal.getsignal(signal.SIGTERM)
     yield

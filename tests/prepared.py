@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 _LOADED = (
     "torch", "numpy", "holdfast",
     "torch._dynamo",  # imported by the first step of an optimizer
+    "holdfast.guard.guard",
     "holdfast.forecast.job.building", "holdfast.forecast.fake.device", "holdfast.forecast.job.jobs",
     "holdfast.forecast.trace.tracer", "holdfast.forecast.kernels.scratch_cpu",
 )  # fmt: skip
 FRAMEWORKS = (
-    *_LOADED[:4], "holdfast.guard.guard",
+    *_LOADED[:5],
     "transformers.trainer", "holdfast.integrations.transformers.trainer",
     "lightning.pytorch", "holdfast.integrations.lightning", "accelerate", "holdfast.integrations.accelerate",
 )  # fmt: skip

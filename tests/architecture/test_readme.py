@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.prepared import run_prepared
+from typer.testing import CliRunner
+
+from holdfast.cli.main import make_app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -23,9 +26,7 @@ def test_the_loop_of_the_readme_runs_before_and_after(tmp_path: Path) -> None:
     for resumed in (False, True):
         if resumed:
             script.write_text(script.read_text().replace("max_epochs=10", "max_epochs=11").replace("== 10", "== 11"))
-        ended = subprocess.run(
-            [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        ended = run_prepared([script], cwd=tmp_path, timeout=280)
         assert ended.returncode == 0, ended.stderr
         assert ("None" not in ended.stdout) is resumed
 
@@ -36,9 +37,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     for target in set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for command in set(re.findall(r"(?:\$ |`)holdfast (\w+)", README)):
-        called = [sys.executable, "-m", "holdfast.cli.main", command, "--help"]
-        code = f"import sys; sys.argv[1:] = {called[3:]!r}; from holdfast.cli.main import main; main()"
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0, command
+        assert CliRunner().invoke(make_app(command), [command, "--help"]).exit_code == 0, command
 
 
 def test_links_lead_somewhere() -> None:

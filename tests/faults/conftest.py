@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.faults.small_run import train
 from tests.prepared import Prepared
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -105,3 +107,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("undisturbed")
     life = Life(place / "trace.jsonl", {"run_dir": str(place / "run")}, [])
     return life.end()
+
+
+@pytest.fixture(scope="session")
+def undisturbed_of_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the last line of a run on torch's own loader that nothing happened to."""
+    place = tmp_path_factory.mktemp("undisturbed_of_torch")
+    return Life(place / "trace.jsonl", {"run_dir": str(place / "run"), "loader": "torch"}, None).end()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], None]:
+    """Return a function that puts a small run which has trained six steps into a folder: a copy of one."""
+    once = tmp_path_factory.mktemp("trained")
+    train(once, 6)
+    return lambda place: shutil.copytree(once, place, dirs_exist_ok=True) and None

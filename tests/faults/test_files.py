@@ -14,20 +14,22 @@ from tests.faults.small_run import same, train
 
 import holdfast
 from holdfast.chaos.small_disk import command_with_small_disk
-from holdfast.testing import flip_random_bit
+from holdfast.testing import flip_bit
 
 
 @pytest.mark.slow
-def test_no_flipped_bit_is_ever_loaded(tmp_path):
+def test_no_flipped_bit_is_ever_loaded(trained, tmp_path):
     """Any bit of any file: the checkpoint is set aside with an event, and the run goes on from the one before."""
-    train(tmp_path / "good", 6)
+    trained(tmp_path / "good")
     _, expected = train(tmp_path / "undisturbed", 9)
     chance = random.Random(3)
-    for number in range(40):
-        run_dir = tmp_path / f"run{number}"
+    each_file = sorted(each.name for each in max((tmp_path / "good" / "checkpoints").iterdir()).iterdir())
+    for name in each_file * 3:
+        run_dir = tmp_path / "run"
         shutil.copytree(tmp_path / "good", run_dir)
         newest = max((run_dir / "checkpoints").iterdir())
-        file, bit = flip_random_bit(newest, chance)
+        file, bit = newest / name, chance.randrange(8 * (newest / name).stat().st_size)
+        flip_bit(file, bit)
         guard, model = train(run_dir, 9)
         (found,) = [event for event in guard.events() if event.kind == "checkpoint_damaged"]
         assert found.data["checkpoint"] == newest.name, (file, bit)
@@ -37,9 +39,9 @@ def test_no_flipped_bit_is_ever_loaded(tmp_path):
         shutil.rmtree(run_dir)
 
 
-def test_nothing_that_verifies_is_an_error_and_not_a_silent_new_start(tmp_path):
+def test_nothing_that_verifies_is_an_error_and_not_a_silent_new_start(trained, tmp_path):
     """With every checkpoint damaged the run refuses to begin from scratch, again and again."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     for path in (tmp_path / "checkpoints").iterdir():
         (path / "optimizer.safetensors").write_bytes(b"")
     for _ in range(2):
@@ -48,18 +50,18 @@ def test_nothing_that_verifies_is_an_error_and_not_a_silent_new_start(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
-def test_a_missing_file_is_damage(tmp_path, name):
+def test_a_missing_file_is_damage(trained, tmp_path, name):
     """A checkpoint that lacks a file is set aside like one with a flipped bit."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     (max((tmp_path / "checkpoints").iterdir()) / name).unlink()
     guard, _ = train(tmp_path, 6)
     assert guard.resumed_from is not None
     assert guard.resumed_from.name.endswith("step00000004")
 
 
-def test_the_leftovers_of_a_killed_save_are_removed(tmp_path):
+def test_the_leftovers_of_a_killed_save_are_removed(trained, tmp_path):
     """A draft that was never renamed is no checkpoint and does not stay."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     draft = tmp_path / "checkpoints" / ".tmp-000009-step00000099"
     shutil.copytree(max((tmp_path / "checkpoints").iterdir()), draft)
     guard, _ = train(tmp_path, 6)

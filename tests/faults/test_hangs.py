@@ -24,7 +24,7 @@ _EACH = [
 
 
 _CASES = [*_NOW, *_EACH, *(name for name in RANKS if name not in _NOW)]
-_AT_ONCE = 5  # nearly all that they do is to stand still
+_AT_ONCE = 8  # nearly all that they do is to stand still
 _GROUPS = [tuple(_CASES[first :: -(-len(_CASES) // _AT_ONCE)]) for first in range(-(-len(_CASES) // _AT_ONCE))]
 
 

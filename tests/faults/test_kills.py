@@ -87,14 +87,13 @@ def test_sigterm_is_honoured_while_nothing_is_trained(start, undisturbed, place)
 
 
 @pytest.mark.parametrize("slow_read", [1, 3, 8 * 8 + 1, 8 * 8 + 20])
-def test_sigterm_in_a_wait_for_torchs_own_loader_is_bit_exact_too(start, slow_read):
+def test_sigterm_in_a_wait_for_torchs_own_loader_is_bit_exact_too(start, undisturbed_of_torch, slow_read):
     """The random numbers of a fetch that was cut off, the first of an epoch too, are drawn again after the resume."""
-    undisturbed = start(loader="torch", run_dir="undisturbed").end()
     run = start(loader="torch", slow_read=slow_read, save_interval_steps=1000)
     run.wait_for(lambda line: "waiting" in line)
     run.send(signal.SIGTERM)
     assert run.process.wait(60) == 0
-    assert start(loader="torch").end()["digest"] == undisturbed["digest"]
+    assert start(loader="torch").end()["digest"] == undisturbed_of_torch["digest"]
 
 
 def test_sigterm_to_the_whole_process_group_is_a_clean_stop(start, undisturbed):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.prepared import run_prepared
+from tests.prepared import Prepared, run_prepared
 
 from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board, request_trace
@@ -48,11 +48,10 @@ def test_a_traced_training_computes_the_same(tmp_path: Path) -> None:
     """Every loss and the random states at the end are those of a plain run, and the line that keeps is named."""
     run = tmp_path / "run"
     run.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), "200"]
-    plain = run_prepared(command[1:], text=False, timeout=_TIMEOUT_SECONDS)
+    program = [PROGRAM, "200"]
+    plain = run_prepared(program, text=False, timeout=_TIMEOUT_SECONDS)
     assert plain.returncode == 0, plain.stderr
-    with subprocess.Popen(command, env=observing(environment, run, 0), stdout=subprocess.PIPE) as process:
+    with Prepared(program, env=observing(os.environ, run, 0), stdout=subprocess.PIPE) as process:
         request(run, process.poll)
         output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
     assert process.returncode == 0
@@ -67,7 +66,7 @@ def test_a_traced_training_computes_the_same(tmp_path: Path) -> None:
 def test_a_run_that_a_leak_has_ended_is_told_so(tmp_path: Path) -> None:
     """When memory has run out, the verdict is the leak, and the line stands first in what to do."""
     run = tmp_path / "run"
-    command = [*CLI, "--run-dir", str(run), "--max-restarts", "0", "--", sys.executable, str(PROGRAM), "5000", "256"]
+    command = [*CLI, "--run-dir", str(run), "--max-restarts", "0", "--", sys.executable, str(PROGRAM), "5000", "128"]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         request(run, process.poll)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.prepared import FRAMEWORKS, run_prepared
+from tests.prepared import FRAMEWORKS, Prepared, run_prepared
 
 from holdfast.core.events.event import Event
 from holdfast.recorder.progress import Phase, Standing, StepSample, read_board, read_samples
@@ -67,13 +67,13 @@ class Ended:
 def train(tmp_path: Path) -> Train:
     """Return a function that runs the program to its end."""
 
-    def run(*arguments: str, observed: bool = True, program: Path = PROGRAM) -> Ended:
+    def run(*arguments: str, observed: bool = True, program: Path = PROGRAM, anew: bool = False) -> Ended:
         place = tmp_path / ("observed" if observed else "plain")
         place.mkdir()
         environment = {**(observing(os.environ, place, 0) if observed else os.environ), "OMP_NUM_THREADS": "1"}
         given: dict[str, Any] = {"cwd": place, "env": environment, "timeout": _SECONDS}
         loaded = {"loaded": FRAMEWORKS} if program == PEERS else {}
-        if observed and (program == PEERS or arguments[0] in ("plain", "compiled")):  # before torch is imported
+        if observed and (anew or program == PEERS):  # before torch is imported
             command = [sys.executable, str(program), *arguments]
             ended = subprocess.run(command, **given, capture_output=True, text=True, check=False)
         else:
@@ -93,7 +93,7 @@ def printed(output: str, column: int = 0) -> list[float]:
 
 def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
     """Loss, norm and learning rate of each step are those of the script, and its phases end where it ended."""
-    ended = train("plain", "3")
+    ended = train("plain", "3", anew=True)
     samples = ended.samples()
     assert [sample.step for sample in samples] == [1, 2, 3]
     assert [sample.loss for sample in samples] == printed(ended.output)
@@ -131,7 +131,7 @@ def test_nothing_of_a_training_changes(
     Workers of a loader are known as such, and none of them writes into what is their parent's.
     """
     plain = train(shape, "6", workers, observed=False)
-    observed = train(shape, "6", workers)
+    observed = train(shape, "6", workers, anew=shape == "compiled")
     assert (plain.status, observed.status) == (0, 0), observed.output
     assert _without_times(observed.output) == _without_times(plain.output)
     assert observed.standing().step == steps
@@ -190,9 +190,9 @@ def test_an_exception_of_a_worker_comes_out_of_the_trainer(train: Train) -> None
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_training_leaves_what_it_recorded(tmp_path: Path, number: signal.Signals) -> None:
     """After a kill at any moment the board and the samples are there, at most one step apart."""
-    command = [sys.executable, str(PROGRAM), "plain", "1000000"]
     environment = observing(os.environ, tmp_path, 0)
-    with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    given = {"env": environment, "cwd": tmp_path, "stdout": subprocess.PIPE, "text": True}
+    with Prepared([PROGRAM, "plain", 1_000_000], **given) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(30)]
         process.send_signal(number)

@@ -49,9 +49,9 @@ OUT_OF_REACH: list[Callable[[Path], object]] = [a_dangling_link, a_link_to_itsel
 
 @pytest.mark.parametrize("put", [*OUT_OF_REACH, Path.mkdir, a_folder_of_another_run, lambda path: None])
 @pytest.mark.parametrize("recorded", ["run.json", "the recorder"])
-def test_a_run_that_has_saved_does_not_begin_anew_in_silence(put, recorded, tmp_path):
+def test_a_run_that_has_saved_does_not_begin_anew_in_silence(put, recorded, trained, tmp_path):
     """Whatever stands where its checkpoints were, each start is an H312 before any work, and then it goes on."""
-    train(tmp_path / "a", 6)
+    trained(tmp_path / "a")
     if recorded == "the recorder":  # where run.json is damaged
         (tmp_path / "a" / "run.json").write_text("{")
         if put is a_folder_of_another_run:
@@ -67,7 +67,8 @@ def test_a_run_that_has_saved_does_not_begin_anew_in_silence(put, recorded, tmp_
     else:
         checkpoints.rmdir()
     elsewhere.rename(checkpoints)
-    assert train(tmp_path / "a", 8)[0].statistics().resumes == 1
+    with guard_in(tmp_path / "a")[0] as guard:
+        assert (guard.global_step, guard.statistics().resumes) == (6, 1)
 
 
 @pytest.mark.parametrize("put", OUT_OF_REACH)

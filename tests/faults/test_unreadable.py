@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,17 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+Fault = dict[str, Any]
+Trained = Callable[[Path], None]
+
+
 def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
+def test_too_many_open_files_are_no_damage(trained: Trained, tmp_path: Path) -> None:
     """With no file left to open, verifying is an H307 that names the checkpoint and the way on, not an H311."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     (newest, *_) = Store(tmp_path / "checkpoints").entries()
     with no_more_files(), pytest.raises(holdfast.RunDirectoryError, match="Too many open files") as caught:
         newest.verify()
@@ -76,13 +80,12 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.ENOMEM])
-def test_a_fault_that_passes_changes_nothing(name: str, number: int, fault: dict[str, Any], tmp_path: Path) -> None:
+def test_a_fault_that_passes_changes_nothing(name: str, fault: Fault, trained: Trained, tmp_path: Path) -> None:
     """Each start ends with H307 meanwhile, all checkpoints keep their names, and then the run goes on."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     before = names(tmp_path)
-    fault |= {"name": name, "number": number}
-    for _ in range(2):
+    for number in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.ENOMEM):
+        fault |= {"name": name, "number": number}
         with pytest.raises(holdfast.RunDirectoryError, match="H307"):
             guard_in(tmp_path)
     assert names(tmp_path) == before
@@ -94,9 +97,9 @@ def test_a_fault_that_passes_changes_nothing(name: str, number: int, fault: dict
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
-def test_an_input_output_error_is_damage(name: str, fault: dict[str, Any], tmp_path: Path) -> None:
+def test_an_input_output_error_is_damage(name: str, fault: Fault, trained: Trained, tmp_path: Path) -> None:
     """The disk has lost the bytes: nobody has to rename anything for the run to go on from the one before."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     newest = max((tmp_path / "checkpoints").iterdir())
     fault |= {"name": name, "within": newest.name, "number": errno.EIO}
     guard, _ = guard_in(tmp_path)
@@ -105,10 +108,10 @@ def test_an_input_output_error_is_damage(name: str, fault: dict[str, Any], tmp_p
     guard.close()
 
 
-def test_the_way_on_where_it_never_can_be_read(fault: dict[str, Any], tmp_path: Path) -> None:
+def test_the_way_on_where_it_never_can_be_read(fault: Fault, trained: Trained, tmp_path: Path) -> None:
     """The command of the message lets the run go on from the checkpoint before, with the same bits as ever."""
     _, expected = train(tmp_path / "undisturbed", 9)
-    train(tmp_path / "run", 6)
+    trained(tmp_path / "run")
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     fault |= {"name": "optimizer.safetensors", "within": newest.name}
     with pytest.raises(holdfast.RunDirectoryError, match="H307") as caught:
@@ -122,9 +125,11 @@ def test_the_way_on_where_it_never_can_be_read(fault: dict[str, Any], tmp_path: 
     assert same(model, expected)
 
 
-def test_what_lists_and_prunes_checkpoints_does_not_call_it_damaged(fault: dict[str, Any], tmp_path: Path) -> None:
+def test_what_lists_and_prunes_checkpoints_does_not_call_it_damaged(
+    fault: Fault, trained: Trained, tmp_path: Path
+) -> None:
     """`holdfast checkpoints --verify` says that it cannot be read now, and nothing is deleted meanwhile."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     before = names(tmp_path)
     fault |= {"name": "model.safetensors"}
     told = CliRunner().invoke(make_app(), ["checkpoints", str(tmp_path), "--verify", "--json"])
@@ -137,9 +142,9 @@ def test_what_lists_and_prunes_checkpoints_does_not_call_it_damaged(fault: dict[
     assert names(tmp_path) == before
 
 
-def test_a_directory_in_the_place_of_a_file_is_damage(tmp_path: Path) -> None:
+def test_a_directory_in_the_place_of_a_file_is_damage(trained: Trained, tmp_path: Path) -> None:
     """There is no such file then, whatever is tried: the checkpoint is set aside, as one that lacks it."""
-    train(tmp_path, 6)
+    trained(tmp_path)
     newest = max((tmp_path / "checkpoints").iterdir())
     size = (newest / "optimizer.safetensors").stat().st_size
     (newest / "optimizer.safetensors").unlink()
@@ -153,7 +158,7 @@ def test_a_directory_in_the_place_of_a_file_is_damage(tmp_path: Path) -> None:
     guard.close()
 
 
-def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: dict[str, Any], tmp_path: Path) -> None:
+def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: Fault, tmp_path: Path) -> None:
     """It is an event like a full disk, training goes on, and the next save succeeds."""
     guard, model = guard_in(tmp_path)
     for batch in guard.batches(max_steps=6):
@@ -167,7 +172,7 @@ def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: dict[str,
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_checkpoints_of_frameworks_keep_their_names_too(kind: str, fault: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoints_of_frameworks_keep_their_names_too(kind: str, fault: Fault, tmp_path: Path) -> None:
     """The search ends with H307 instead of going back behind one that may be whole; lost bytes are damage."""
     found, refused = [], []
     for number in (2, 1):
@@ -188,9 +193,9 @@ def test_checkpoints_of_frameworks_keep_their_names_too(kind: str, fault: dict[s
     assert newest_good(found, lambda path, _: refused.append(path)) == found[0]
 
 
-def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_damage(tmp_path: Path) -> None:
+def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_damage(trained: Trained, tmp_path: Path) -> None:
     """A link that leads nowhere is an H312 and keeps its name; nothing older is taken in its place."""
-    train(tmp_path / "run", 6)
+    trained(tmp_path / "run")
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     newest.rename(tmp_path / "moved")
     newest.symlink_to(tmp_path / "not mounted")

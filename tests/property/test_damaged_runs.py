@@ -80,7 +80,7 @@ def damage(path: Path, kind: str, fill: bytes, share: float, seed: bytes) -> Non
 @example(name="recorder/rank0/steps.ring", kind="filled from here", fill=b"\xff", share=0.01, seed=b"x")
 @example(name="supervisor/events.ring", kind="filled from here", fill=b"\xff", share=0.01, seed=b"x")
 @example(name="lock", kind="directory", fill=b"\xff", share=0.0, seed=b"x")
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(
     name=st.sampled_from(FILES),
     kind=st.sampled_from(["directory", "cut", "filled", "filled from here", "header", "random"]),

@@ -45,7 +45,10 @@ def test_in_a_terminal_it_ends_with_the_run(tmp_path: Path) -> None:
     process = json.loads((folder / "process.json").read_text())
     (folder / "process.json").write_text(json.dumps({**process, "pid": trainer.pid, "ticks": int(ticks)}))
     ours, theirs = pty.openpty()
-    code = "import sys, typer; from holdfast.cli.views import watch; typer.run(watch)"
+    code = (
+        "import typer; from holdfast.report import watching; watching._SILENT_SECONDS = 0.5; "
+        "from holdfast.cli.views import watch; typer.run(watch)"
+    )
     watching = subprocess.Popen([sys.executable, "-c", code, str(run)], stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b""
