@@ -10,7 +10,7 @@ PIP := python -m pip install --quiet --disable-pip-version-check
 TORCH ?= 2.11.0
 OTHER := .venv/torch-$(TORCH)
 
-.PHONY: demo test check docs fast gpu speechbrain other-torch benchmarks clean
+.PHONY: demo test check docs fast gpu gpu-figures speechbrain other-torch benchmarks clean
 
 # All that is installed serves the demo too; it needs less than a tenth of it beside torch.
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(FOR_DEMO))  ## train the main job through real faults, and check every promise
@@ -33,6 +33,9 @@ docs: $(INSTALLED)  ## build the site into site/; a broken link or anchor is an 
 
 gpu: $(INSTALLED)  ## tests that need a CUDA machine; skipped, by name, elsewhere
 	$(BIN)/pytest -m "" tests/gpu
+
+gpu-figures: $(INSTALLED)  ## measure what needs a CUDA machine, synchronisations of a step too
+	$(BIN)/python -m benchmarks.run_all --only gpu.
 
 speechbrain: $(SPEECHBRAIN)/installed  ## the tests of the SpeechBrain integration, with its packages beside the others
 	PYTHONPATH=$(CURDIR)/$(SPEECHBRAIN) $(BIN)/pytest -m "" tests/integrations/test_speechbrain.py

@@ -1,6 +1,6 @@
 """Run every benchmark in order, each in a process of its own, and say what was reached.
 
-    python -m benchmarks.run_all [--quick]
+    python -m benchmarks.run_all [--quick] [--only gpu.]
 
 Timings come first, while nothing else of ours runs. Ends with exit code 1 if a script failed; a figure that was not
 reached is no failure, but it is said.
@@ -91,10 +91,12 @@ def not_reached(name: str, *, quick: bool) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repetitions, to see that all of them work")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", default="", help="those whose name begins so, such as gpu.")
+    options = parser.parse_args()
+    quick, scripts = options.quick, [name for name in SCRIPTS if name.startswith(options.only)]
     failed, missed = [], []
     started = time.monotonic()
-    for name in SCRIPTS:
+    for name in scripts:
         print(f"{name}", flush=True)
         module = name if name.startswith("evals.") else f"benchmarks.{name}"
         command = [sys.executable, "-m", module, *(["--quick"] if quick else [])]
@@ -102,7 +104,7 @@ def main() -> None:
             failed.append(name)
         else:
             missed += [f"{name}: {figure}" for figure in not_reached(name, quick=quick)]
-    print(f"{len(SCRIPTS)} benchmarks in {(time.monotonic() - started) / 60:.1f} minutes")
+    print(f"{len(scripts)} benchmarks in {(time.monotonic() - started) / 60:.1f} minutes")
     for line in missed:
         print(f"not reached: {line}")
     for name in failed:

@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -50,8 +50,9 @@ _TIMED: tuple[tuple[str, float | None, int, float, float], ...] = (
 )
 _MEMORY_CASES = (("mlp", 16384), ("wide_conv", 64), ("wide_conv", 256))
 
-Loop = Callable[[int], float]
-"""Makes so many steps, a multiple of the block, and returns their CPU seconds."""
+Clock: TypeAlias = Callable[[], float]
+Loop: TypeAlias = Callable[[int], float]
+"""Makes so many steps, a multiple of the block, and returns their seconds by its clock: CPU time, if not told else."""
 
 
 class _Same(torch.utils.data.Dataset[Any]):
@@ -71,21 +72,21 @@ def _loader(batch: Any) -> Any:
     return torch.utils.data.DataLoader(_Same(batch), batch_size=None)
 
 
-def _stepping(step: Callable[[Any], Any], batches: Iterator[Any]) -> Loop:
+def _stepping(step: Callable[[Any], Any], batches: Iterator[Any], clock: Clock = time.process_time) -> Loop:
     def run(steps: int) -> float:
-        started = time.process_time()
+        started = clock()
         for _ in range(steps):
             step(next(batches))
-        return time.process_time() - started
+        return clock() - started
 
     return run
 
 
-def bare(job: Job) -> Loop:
-    return _stepping(job.bare_step, iter(_loader(job.batch)))
+def bare(job: Job, clock: Clock = time.process_time) -> Loop:
+    return _stepping(job.bare_step, iter(_loader(job.batch)), clock)
 
 
-def guarded(job: Job) -> Loop:
+def guarded(job: Job, clock: Clock = time.process_time) -> Loop:
     guard = Guard(
         tempfile.mkdtemp(),
         model=job.model,
@@ -93,7 +94,7 @@ def guarded(job: Job) -> Loop:
         loader=_loader(job.batch),
         max_grad_norm=MAX_GRAD_NORM,
     )
-    return _stepping(lambda batch: guard.step(batch, job.loss), guard.batches(max_steps=_ENDLESS))
+    return _stepping(lambda batch: guard.step(batch, job.loss), guard.batches(max_steps=_ENDLESS), clock)
 
 
 def accelerated(job: Job) -> Loop:
