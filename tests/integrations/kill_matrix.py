@@ -350,7 +350,7 @@ class Column:
         self.wrong: list[str] = []
 
     def kill_once(self) -> None:
-        """Kill for real at every second step, so that each checkpoint is resumed from; `kill_twice` has every step."""
+        """Kill for real at every second step, and resume, from each checkpoint; `kill_twice` has every step."""
         for first in range(1, self.steps + 1, 2):
             self._anew()
             self._check(f"killed in step {first}", self._live(first), killed=True)
