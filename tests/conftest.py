@@ -59,6 +59,15 @@ def clean_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 
 
 @pytest.fixture
+def unchecked_splits(clean_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No guard finds out in forks whether a step may be split: they take longer than all else in a small run.
+
+    For tests of what is saved and resumed. Those that kill runs (`tests/faults/test_kills.py`) have the forks too.
+    """
+    monkeypatch.setenv("HOLDFAST_CHECK_SPLIT", "false")
+
+
+@pytest.fixture
 def prepared_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forecast's children are forked from a process that is prepared; tests of how one starts go without."""
     prepare_forecasts(monkeypatch)

@@ -21,6 +21,7 @@ from holdfast.testing import flip_bit
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 pytestmark = [
+    pytest.mark.usefixtures("unchecked_splits"),
     pytest.mark.slow,  # the import alone takes five seconds
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

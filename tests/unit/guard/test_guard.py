@@ -122,6 +122,7 @@ def test_a_guarded_run_is_the_bare_loop_bit_for_bit(tmp_path):
 undisturbed: dict[str, list[torch.Tensor]] = {}
 
 
+@pytest.mark.usefixtures("unchecked_splits")
 @pytest.mark.parametrize(
     ("kind", "stop_after"),
     [*product(["holdfast", "torch", "generator"], [1, 4, 6, 7, 13]), ("stream", 9), ("stream with workers", 9)],

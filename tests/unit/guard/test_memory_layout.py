@@ -13,6 +13,8 @@ from torch import nn
 
 import holdfast
 
+pytestmark = pytest.mark.usefixtures("unchecked_splits")
+
 
 class Turned(nn.Module):
     """A weight that lies column by column."""

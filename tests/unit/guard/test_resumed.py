@@ -14,6 +14,8 @@ from torch import nn
 
 import holdfast
 
+pytestmark = pytest.mark.usefixtures("unchecked_splits")
+
 X = torch.randn(100, 4, generator=torch.Generator().manual_seed(1))
 
 

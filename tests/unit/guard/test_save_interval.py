@@ -16,6 +16,8 @@ from holdfast.checkpoint.saver import write as really_write
 from holdfast.guard.saving import saves as saving_module
 from holdfast.testing import FakeClock
 
+pytestmark = pytest.mark.usefixtures("unchecked_splits")
+
 
 def saved_steps(run_dir: Path, steps: int, *, driven: bool = True, costs: float = 0.0, **fields: object) -> list[int]:
     """Return at which steps a run was saved whose steps take 0.1 s."""

@@ -24,6 +24,8 @@ from holdfast.guard.record import RunRecord
 from holdfast.guard.saving import saves as saving
 from holdfast.testing import FakeClock
 
+pytestmark = pytest.mark.usefixtures("unchecked_splits")
+
 
 class Disk:
     """A disk that takes its time: writes in other threads wait until it is free."""

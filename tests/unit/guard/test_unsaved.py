@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import holdfast
 from holdfast.checkpoint.store import Store
 
+pytestmark = pytest.mark.usefixtures("unchecked_splits")
+
 
 class Best:
     """The caller's own state."""
