@@ -52,7 +52,7 @@ _MEMORY_CASES = (("mlp", 16384), ("wide_conv", 64), ("wide_conv", 256))
 
 Clock: TypeAlias = Callable[[], float]
 Loop: TypeAlias = Callable[[int], float]
-"""Makes so many steps, a multiple of the block, and returns their seconds by its clock: CPU time, if not told else."""
+"""Makes so many steps, a multiple of the block, and returns their seconds, of CPU time if no clock is named."""
 
 
 class _Same(torch.utils.data.Dataset[Any]):
