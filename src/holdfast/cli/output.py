@@ -15,19 +15,17 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, cast
-
-import typer
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.core.errors import HoldfastError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CHECK_FAILED = 1
 ERROR = 2
 READER_GONE = 128 + signal.SIGPIPE
 _WIDTH = 150  # of tables in a file or a pipe, which have no width
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 class _Stream(io.FileIO):
@@ -64,12 +62,14 @@ def leave_when_nobody_reads() -> None:
 
 def console() -> Console:
     """Return where a command prints for people."""
+    from rich.console import Console  # not for `holdfast run`
+
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def print_json(value: Any) -> None:
     """Print one JSON value."""
-    typer.echo(json.dumps(value, indent=2))
+    print(json.dumps(value, indent=2))
 
 
 @contextlib.contextmanager
@@ -82,11 +82,11 @@ def failing_clearly(*, as_json: bool) -> Iterator[None]:
             facts = {"rule": error.rule, "what": error.what, "limit": error.limit, "fix": error.fix}
             print_json({"error": facts})
         else:
-            typer.echo(str(error), err=True)
-        raise typer.Exit(ERROR) from error
+            print(error, file=sys.stderr)
+        raise SystemExit(ERROR) from error
     except OSError as error:
         if as_json:
             print_json({"error": {"what": str(error)}})
         else:
-            typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(ERROR) from error
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(ERROR) from error

@@ -5,27 +5,33 @@ A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes
 
 from __future__ import annotations
 
+import functools
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Frame, Statement
 from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.logs.text import read_log
+from holdfast.explain.yaml_files import read_yaml
 from holdfast.recorder.run_files import ProcessInfo
 
 _MOST_CHAIN = 20
 _MOST_TEXT = 20_000
 _COMPARED = 120  # characters of the first line in which a log and a recording of one exception agree
 
-_GUARD = yaml.safe_load(resources.files(__package__).joinpath("guard_events.yaml").read_text(encoding="utf-8"))
 _MOST_REASON = 400  # characters
+
+
+@functools.cache
+def _events_of_guards() -> dict[str, Any]:
+    """Return which events of a Guard are remedies, and which may follow its end."""
+    found: dict[str, Any] = read_yaml(Path(__file__).with_name("guard_events.yaml"))
+    return found
 
 
 def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
@@ -107,13 +113,15 @@ def already_tried(events: Iterable[Event]) -> list[str]:
     counted: Counter[str] = Counter()
     newest: dict[str, str] = {}
     for event in events:
+        _, reason = _events_of_guards()["remedies"].get(event.kind, ("", "reason"))
         counted[event.kind] += 1
-        newest[event.kind] = text_of(event.data.get(_GUARD["remedies"].get(event.kind, ("", "reason"))[1])).strip()
+        newest[event.kind] = text_of(event.data.get(reason)).strip()
+    remedies = _events_of_guards()["remedies"] if counted else {}
     return [
         f"a Guard {words}"
         + (f", {counted[kind]} times" if counted[kind] > 1 else "")
         + (f": {newest[kind].splitlines()[-1][:_MOST_REASON]}" if newest[kind] else "")
-        for kind, (words, _) in _GUARD["remedies"].items()
+        for kind, (words, _) in remedies.items()
         if counted[kind]
     ]
 
@@ -158,7 +166,6 @@ def same(one: Statement, other: Statement) -> bool:
     return first == second
 
 
-_OF_AN_END = frozenset(_GUARD["of_an_end"].split())
 _BEGINS = ("loop", "resumed")
 
 
@@ -188,7 +195,7 @@ def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> lis
         last_step: When the newest step was marked, if the marks of steps were read.
     """
     ends = _ends(events)
-    going = max((index for index, event in enumerate(events) if event.kind not in _OF_AN_END), default=-1)
+    going = max((index for index, event in enumerate(events) if not _follows_an_end(event)), default=-1)
     closed = how_closed(events)
     if ends:
         at, newest = ends[-1]
@@ -197,6 +204,10 @@ def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> lis
         ends[-1] = at, [replace(each, fatal=ended) for each in newest]
     found = [each for _, statements in ends for each in statements]
     return [replace(each, position=index) for index, each in enumerate(found)]
+
+
+def _follows_an_end(event: Event) -> bool:
+    return event.kind in _events_of_guards()["of_an_end"].split()
 
 
 def _ends(events: Sequence[Event]) -> list[tuple[int, list[Statement]]]:
@@ -210,7 +221,7 @@ def _ends(events: Sequence[Event]) -> list[tuple[int, list[Statement]]]:
         elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
             left = _left(event)
             rule = left[-1].rule
-            follows = stop is not None and all(each.kind in _OF_AN_END for each in events[stop:index])
+            follows = stop is not None and all(map(_follows_an_end, events[stop:index]))
             if follows and rule is not None and rule == ends[-1][1][-1].rule:
                 ends.pop()  # the error says all of the stop and more
             ends.append((index, left))

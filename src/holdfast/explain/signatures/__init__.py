@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from holdfast.explain.signature import Signature
 from holdfast.explain.signatures.leaks import KINDS, signature_of
+from holdfast.explain.yaml_files import read_yaml
 
 
 @functools.cache
@@ -30,16 +31,19 @@ def all_signatures() -> dict[str, Signature]:
     return dict(sorted(found.items(), key=lambda pair: int(pair[0][1:])))
 
 
-def _entries() -> Iterator[dict[str, Any]]:
-    import yaml  # here: a process that only asks for the id of a leak does not need it
+@functools.cache
+def signature_of_end(named: str) -> Signature:
+    """Return the signature of this id, without reading the whole catalogue if it is one of ``endings.yaml``."""
+    endings = (entry for entry in _entries("endings.yaml") if entry["id"] == named)
+    return next(map(_signature, endings), None) or all_signatures()[named]
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    for file in resources.files(__name__).iterdir():
-        if file.name.endswith(".yaml"):
-            entries = yaml.load(file.read_text(encoding="utf-8"), loader)  # noqa: S506 - both are safe loaders
-            yield from entries
-            if file.name == "leaks.yaml":
-                yield from map(_on_a_device, KINDS, entries)
+
+def _entries(names: str = "*.yaml") -> Iterator[dict[str, Any]]:
+    for file in Path(__file__).parent.glob(names):
+        entries = read_yaml(file)
+        yield from entries
+        if file.name == "leaks.yaml":
+            yield from map(_on_a_device, KINDS, entries)
 
 
 def _on_a_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
