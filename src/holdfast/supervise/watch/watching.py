@@ -37,10 +37,11 @@ def watching(
         Watchdog(run, limits=limits, emit=emit, on_hang=on_hang, say=say, attempt=attempt).run(stop)
 
     def follow_memory() -> None:
-        from holdfast.supervise.watch.trends import Trends
-
-        trends = Trends(run, emit=emit, say=say, attempt=attempt)
+        trends = None
         while not stop.wait(_TREND_SECONDS):
+            from holdfast.supervise.watch.trends import Trends  # many commands end before
+
+            trends = trends or Trends(run, emit=emit, say=say, attempt=attempt)
             trends.look()
 
     def guarded(name: str, body: Callable[[], None]) -> None:
