@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +120,7 @@ class Observer:
         if self._info is not None:
             ranks: dict[str, Any] = {name: _number(*names) for name, names in _RANKS.items()} | _initialized_ranks()
             ranks |= {"role": self._role, "torch": self._torch, "stacks_signal": self._stacks.signal}
-            write_process(self._run, replace(self._info, **ranks))
+            write_process(self._run, self._info._replace(**ranks))
 
     def samples(self) -> SampleRing:
         """Return the ring of samples, made when it is first asked for.
