@@ -30,6 +30,7 @@ _REQUEST = struct.Struct("<Q")
 _REQUEST_AT = 256
 # step, micro steps | which of the next three are values, also where they are NaN | loss, norm, rate | the rest
 _SAMPLE = struct.Struct("<QIIdddddQQQQ")
+_SLOT = struct.Struct(f"<QQ{_SAMPLE.format[1:]}Q")  # the same as a slot of a ring, as `slot_struct` has it
 LOSS_IS_READ, NORM_IS_READ, RATE_IS_READ = 1, 2, 4
 _READ_OFFSET, _LOSS_OFFSET, _NORM_OFFSET = 12, 16, 24  # in a sample
 _FLOAT = struct.Struct("<d")
@@ -214,11 +215,20 @@ class SampleRing(RingWriter):
         Returns:
             Its number, for `amend`.
         """
-        values = (loss, grad_norm, learning_rate)
-        is_read = (loss is not None) + 2 * (grad_norm is not None) + 4 * (learning_rate is not None)
-        known = (math.nan if value is None else value for value in values)
-        super().append(_SAMPLE.pack(step, micro_steps, is_read, *known, *others))
-        return self._sequence
+        is_read = LOSS_IS_READ | NORM_IS_READ | RATE_IS_READ
+        if loss is None:
+            loss, is_read = math.nan, is_read ^ LOSS_IS_READ
+        if grad_norm is None:
+            grad_norm, is_read = math.nan, is_read ^ NORM_IS_READ
+        if learning_rate is None:
+            learning_rate, is_read = math.nan, is_read ^ RATE_IS_READ
+        number = self._sequence + 1
+        _SLOT.pack_into(
+            self._map, HEADER_BYTES + (number % self._capacity) * self._slot_bytes, number, time.time_ns(),
+            step, micro_steps, is_read, loss, grad_norm, learning_rate, *others, number,
+        )  # fmt: skip
+        self._sequence = number
+        return number
 
     def amend(self, number: int, *, loss: float | None = None, grad_norm: float | None = None) -> None:
         """Complete a sample with what became known later, such as a loss that had to come from a device.

@@ -34,6 +34,10 @@ P = TypeVarTuple("P")
 # hooks do not run. More than recipes accumulate.
 _PATIENCE = 256
 _Value = float | OnItsWay | None
+# As names of this module: an enumeration looks its members up each time.
+_FIRST_STEP, _DATA_WAIT = Phase.FIRST_STEP, Phase.DATA_WAIT
+_OPTIMIZER, _TRAINING = Phase.OPTIMIZER, Phase.FORWARD_BACKWARD
+_NOT_READ = (0, 0, 0, 0)
 
 
 class Observed(Protocol):
@@ -70,7 +74,11 @@ def _noted(method: Callable[[Steps, *P], None]) -> Callable[[Steps, *P], None]:
 
 
 class Steps:
-    """Counts the steps of this process and shows its phases."""
+    """Counts the steps of this process and shows its phases.
+
+    What runs at each step calls as little as it can: after a step of the script nothing of it is in a cache, and each
+    function costs more than what it does.
+    """
 
     def __init__(self, observer: Observed, torch: ModuleType, finds_optimizer: Callable[[], bool]) -> None:
         self.observer = observer
@@ -94,9 +102,10 @@ class Steps:
         self.thread = thread
         self.waits = self.aside = self.in_backward = False
         self._optimizes = False
+        self._board: ProgressBoard | None = None
         self._samples: SampleRing | None = None
         self._cannot_record = False
-        self._training = Phase.FIRST_STEP  # what a forward and a backward are a part of
+        self._training = _FIRST_STEP  # what a forward and a backward are a part of
         self._step = self._micro_step = self._micro_before = 0
         self._ended = 0  # number of the newest sample, until there are other gradients
         self._counted = 0  # which optimizer ended the newest step
@@ -112,18 +121,22 @@ class Steps:
 
     # --- loader -----------------------------------------------------------------------------------------------
 
-    @_noted
     def wait_begins(self) -> None:
         """The loop asks a loader for something."""
-        self._wait_began = time.monotonic_ns()
-        self._began = self._began or self._wait_began
-        self.observer.board.enter(Phase.DATA_WAIT)
+        try:
+            self._wait_began = time.monotonic_ns()
+            self._began = self._began or self._wait_began
+            (self._board or self._open_board()).enter(_DATA_WAIT)
+        except Exception as error:  # noqa: BLE001 - as `_noted`
+            self.observer.failed(error)
 
-    @_noted
     def wait_ends(self, phase: Phase | None) -> None:
         """The loop has a batch, or there is none; None: to train with."""
-        self._waited += time.monotonic_ns() - self._wait_began
-        self.observer.board.enter(self._training if phase is None else phase)
+        try:
+            self._waited += time.monotonic_ns() - self._wait_began
+            (self._board or self._open_board()).enter(self._training if phase is None else phase)
+        except Exception as error:  # noqa: BLE001 - as `_noted`
+            self.observer.failed(error)
 
     @_noted
     def evaluates(self) -> None:
@@ -138,56 +151,72 @@ class Steps:
         """A gradient scaler has multiplied a loss; `scaled` refers weakly to what backward will get."""
         self._scaled = (loss, scaled)
 
-    @_noted
     def backward_begins(self, root: Any) -> None:
         """Backward is called with the tensor that it begins with, None if there are several."""
-        self.thread = _thread.get_ident()
-        self._ended = 0
-        self._began = self._began or time.monotonic_ns()
-        if self.observer.board.phase is not self._training:
-            self.observer.board.enter(self._training)
-        if self._scaled is not None:
-            loss, scaled = self._scaled
-            self._scaled = None
-            root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
-        if root is not None:
-            self._give_up(self._loss)
-            self._loss = self._values.read(root)
+        try:
+            self.thread = _thread.get_ident()
+            self._ended = 0
+            self._began = self._began or time.monotonic_ns()
+            board = self._board or self._open_board()
+            if board.phase is not self._training:
+                board.enter(self._training)
+            if self._scaled is not None:
+                loss, scaled = self._scaled
+                self._scaled = None
+                root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
+            if root is not None:
+                if self._loss is not None:
+                    self._give_up(self._loss)
+                self._loss = self._values.read(root)
+        except Exception as error:  # noqa: BLE001 - as `_noted`
+            self.observer.failed(error)
 
-    @_noted
     def backward_ends(self) -> None:
         """Backward has returned."""
-        self._micro_step += 1
-        board = self.observer.board
-        if self._patience is None:
-            self.observer.becomes("trainer")
-            self._patience = _PATIENCE if self._finds_optimizer() else 0
-        if self._counted == 0 and self._micro_step > self._patience:
-            self._end_step(None)
-        else:
-            board.micro_step = self._micro_step
-            board.enter(Phase.OPTIMIZER if self._optimizes and self._step > 0 else board.phase)
+        try:
+            self._micro_step += 1
+            if self._patience is None:
+                self.observer.becomes("trainer")
+                self._patience = _PATIENCE if self._finds_optimizer() else 0
+            if self._counted == 0 and self._micro_step > self._patience:
+                self._end_step(None)
+            else:
+                board = self._board or self._open_board()
+                board.micro_step = self._micro_step
+                board.enter(_OPTIMIZER if self._optimizes and self._step > 0 else board.phase)
+        except Exception as error:  # noqa: BLE001 - as `_noted`
+            self.observer.failed(error)
 
-    @_noted
+    def _open_board(self) -> ProgressBoard:
+        self._board = self.observer.board
+        return self._board
+
     def clipped(self, norm: Any) -> None:
         """The script has computed the norm of the gradients."""
-        value = self._values.read(norm)
-        if self._samples is not None and self._ended:
-            self._amend(self._samples, self._ended, "grad_norm", value)
-            return
-        self._give_up(self._norm)
-        self._norm = value
+        try:
+            value = self._values.read(norm)
+            if self._samples is not None and self._ended:
+                self._amend(self._samples, self._ended, "grad_norm", value)
+                return
+            if self._norm is not None:
+                self._give_up(self._norm)
+            self._norm = value
+        except Exception as error:  # noqa: BLE001 - as `_noted`
+            self.observer.failed(error)
 
     # --- optimizer --------------------------------------------------------------------------------------------
 
-    @_noted
     def optimizer_begins(self) -> None:
         """An optimizer is about to step."""
-        self.thread = _thread.get_ident()
-        self._optimizes = True
-        self._before_optimizer = self.observer.board.phase
-        if self._step > 0:
-            self.observer.board.enter(Phase.OPTIMIZER)
+        try:
+            self.thread = _thread.get_ident()
+            self._optimizes = True
+            board = self._board or self._open_board()
+            self._before_optimizer = board.phase
+            if self._step > 0:
+                board.enter(_OPTIMIZER)
+        except Exception as error:  # noqa: BLE001 - as `_noted`
+            self.observer.failed(error)
 
     @_noted
     def closure_begins(self) -> None:
@@ -196,24 +225,28 @@ class Steps:
         self._optimizes = True
         self.observer.board.enter(self._training)
 
-    @_noted
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
-        self._optimizes = False
-        if self._micro_step == self._micro_before and self._makes_state(optimizer):
-            self.observer.board.enter(self._before_optimizer)
-            return
-        fresh = self._micro_step > self._micro_before or id(optimizer) == self._counted or self._micro_step == 0
-        if fresh or self._counted == 0:  # the latter: its backward was counted, since no optimizer was known
-            self._counted = id(optimizer)
-        if not fresh:
-            self.observer.board.enter(self._training)
-            return
-        if self._patience is None:  # gradients came by another way than backward
-            self._patience = _PATIENCE
-            self.observer.becomes("trainer")
-        rate = optimizer.param_groups[0].get("lr")
-        self._end_step(float(rate) if isinstance(rate, (int, float)) else None)  # a tensor may lie on a device
+        try:
+            self._optimizes = False
+            fresh = self._micro_step > self._micro_before
+            if not fresh:
+                if self._makes_state(optimizer):
+                    self.observer.board.enter(self._before_optimizer)
+                    return
+                fresh = id(optimizer) == self._counted or self._micro_step == 0
+            if fresh or self._counted == 0:  # the latter: its backward was counted, since no optimizer was known
+                self._counted = id(optimizer)
+            if not fresh:
+                self.observer.board.enter(self._training)
+                return
+            if self._patience is None:  # gradients came by another way than backward
+                self._patience = _PATIENCE
+                self.observer.becomes("trainer")
+            rate = optimizer.param_groups[0].get("lr")
+            self._end_step(float(rate) if isinstance(rate, (int, float)) else None)  # a tensor may lie on a device
+        except Exception as error:  # noqa: BLE001 - as `_noted`
+            self.observer.failed(error)
 
     def _makes_state(self, optimizer: Any) -> bool:
         """Return whether a step without a backward before it was only made for the state of its optimizer.
@@ -232,28 +265,34 @@ class Steps:
 
     def _end_step(self, learning_rate: float | None) -> None:
         now = time.monotonic_ns()
-        board, loss, norm = self.observer.board, self._loss, self._norm
+        board, loss, norm = self._board or self._open_board(), self._loss, self._norm
         self._step += 1
         if self._step == 1:
-            self._training = Phase.FORWARD_BACKWARD
-        board.count(step=self._step, micro_step=self._micro_step, phase=self._training)
+            self._training = _TRAINING
+        board.step, board.micro_step = self._step, self._micro_step
+        board.enter(self._training)
         micro_steps = self._micro_step - self._micro_before
-        if (samples := self._open_samples()) is not None:
+        memory = _NOT_READ if now < self._memory.next_look else self._memory.look(now)
+        samples = self._samples or self._open_samples()
+        if samples is not None:
             number = samples.write(
                 self._step, micro_steps,
                 loss if type(loss) is float else None, norm if type(norm) is float else None, learning_rate,
-                (now - self._began) / 1e9 if self._began else math.nan, self._waited / 1e9, *self._memory.look(now),
+                (now - self._began) / 1e9 if self._began else math.nan, self._waited / 1e9, *memory,
             )  # fmt: skip
             self._ended = number if micro_steps else 0  # else gradients come without backward
-            for name, value in (("loss", loss), ("grad_norm", norm)):
-                if isinstance(value, OnItsWay):
-                    self._amend(samples, number, name, value)
-            self._complete()
+            if isinstance(loss, OnItsWay):
+                self._amend(samples, number, "loss", loss)
+            if isinstance(norm, OnItsWay):
+                self._amend(samples, number, "grad_norm", norm)
+            if self._on_their_way:
+                self._complete()
         self._began, self._waited, self._micro_before = now, 0, self._micro_step
         self._loss = self._norm = None
-        requested = board.trace_requested()
-        if requested != self._traced or self._tracer is not None:
-            self._trace(requested)
+        if memory is not _NOT_READ or self._tracer is not None:  # whoever asks for a trace has seen memory grow
+            requested = board.trace_requested()
+            if requested != self._traced or self._tracer is not None:
+                self._trace(requested)
 
     def _open_samples(self) -> SampleRing | None:
         """Return the ring of samples; None on a full disk: the steps are counted all the same."""

@@ -52,6 +52,8 @@ class ValueReader:
         # Modes of the script that look at every call to torch must not see ours.
         self._unseen: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
         self._modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+        self._function_modes: Any = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+        self._plain: Any = torch.Tensor
         self._free: dict[Any, list[tuple[Any, Any]]] = {}
         self._given_up: list[Any] = []
 
@@ -67,21 +69,27 @@ class ValueReader:
         what is no plain tensor of one floating-point element on the host or a CUDA device, and for a value that
         cannot be had without being seen.
         """
-        tensor = _replicated(tensor)
-        if type(tensor) is not self._torch.Tensor:
-            return None  # any other subclass may do anything when it is touched, such as talk to the other ranks
+        if type(tensor) is not self._plain:
+            tensor = _replicated(tensor)
+            if type(tensor) is not self._plain:
+                return None  # any other subclass may do anything when it is touched, such as talk to the other ranks
+        if not self._function_modes():
+            return self._read(tensor)
         with self._unseen():
-            reader = self._readers.get(tensor.dtype)
-            if reader is None or tensor.numel() != 1 or tensor.layout is not self._torch.strided:
-                return None
-            try:
-                if tensor.is_cpu:
-                    address = tensor.data_ptr()
-                    return reader(address) if address else None
-                if tensor.is_cuda and not self._modes() and not self._torch.cuda.is_current_stream_capturing():
-                    return self._send(tensor, reader)
-            except (RuntimeError, NotImplementedError):  # wrapped by a transform of torch.func: it has no memory
-                pass
+            return self._read(tensor)
+
+    def _read(self, tensor: Any) -> float | OnItsWay | None:
+        reader = self._readers.get(tensor.dtype)
+        if reader is None or tensor.numel() != 1 or tensor.layout is not self._torch.strided:
+            return None
+        try:
+            if tensor.is_cpu:
+                address = tensor.data_ptr()
+                return reader(address) if address else None
+            if tensor.is_cuda and not self._modes() and not self._torch.cuda.is_current_stream_capturing():
+                return self._send(tensor, reader)
+        except (RuntimeError, NotImplementedError):  # wrapped by a transform of torch.func: it has no memory
+            pass
         return None
 
     def all_zero(self, tensors: Iterable[Any]) -> bool:
@@ -146,16 +154,15 @@ class MemoryReadings:
     def begin(self) -> None:
         """Begin in this process, which may be a fork."""
         self._statm: int | None = None
-        self._next = self._next_device = 0
+        self.next_look = self._next_device = 0
+        """When it is worth to look again, in monotonic nanoseconds."""
 
     def look(self, now: int) -> tuple[int, int, int, int]:
         """Return the resident memory, and of all devices what is allocated, reserved, and was allocated at most.
 
         What was read a short time ago is 0, and so is what the system does not say. `now`: monotonic nanoseconds.
         """
-        if now < self._next:
-            return 0, 0, 0, 0
-        self._next = now + _HOST_NANOSECONDS
+        self.next_look = now + _HOST_NANOSECONDS
         try:
             if self._statm is None:
                 self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
