@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.options import Json
-from holdfast.cli.output import failing_clearly, print_json
+from holdfast.cli.output import Json, failing_clearly, print_json
 from holdfast.forecast.devices.catalogue import save_device
 
 

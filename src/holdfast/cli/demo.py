@@ -19,8 +19,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from holdfast.chaos.small_disk import command_with_small_disk
-from holdfast.cli.options import Json
-from holdfast.cli.output import CHECK_FAILED, console, failing_clearly, print_json
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.report.curves import draw_losses
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.options import Json
-from holdfast.cli.output import failing_clearly, print_json
+from holdfast.cli.output import Json, failing_clearly, print_json
 from holdfast.core.events.event import Event
 from holdfast.core.text import as_json_value, moment, sanitise
 from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordings

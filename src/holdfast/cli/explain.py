@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from holdfast.cli.options import Json
-from holdfast.cli.output import console, failing_clearly, print_json
+from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
 from holdfast.explain.rules import catalogue, find_rule

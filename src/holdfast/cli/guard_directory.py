@@ -17,8 +17,7 @@ from rich.text import Text
 
 from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Entry, Store
-from holdfast.cli.options import Json
-from holdfast.cli.output import CHECK_FAILED, console, failing_clearly, print_json
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.text import moment, sanitise, size
 from holdfast.guard.directory import RunDirectory

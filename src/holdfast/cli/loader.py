@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from holdfast.cli.options import Json
-from holdfast.cli.output import CHECK_FAILED, console, failing_clearly, print_json
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.core.text import size
 from holdfast.core.user_modules import import_user_module

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from holdfast.cli.output import ERROR, leave_when_nobody_reads
 from holdfast.core.version import __version__
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ COMMANDS = {
     "loader": "loader:run", "quarantine": "guard_directory:quarantine", "simulate": "simulate:run",
 }  # fmt: skip
 """Of each command the module and the function."""
+_READER_GONE = 141  # see ``output``
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the command's name is the command's
 
 
@@ -53,9 +55,41 @@ def _print_version(wanted: bool) -> None:
         raise SystemExit
 
 
+class _Stream(io.FileIO):
+    """A standard stream whose reader may leave."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # what is still in a buffer goes there, without a word at the end
+            os.close(nowhere)
+            raise SystemExit(_READER_GONE) from None  # no `Exception`, which many places catch
+
+
+def _leave_when_nobody_reads() -> None:
+    """Let this process end quietly once a reader of its output has closed the pipe.
+
+    The signal itself stays off: it would also end a command when a connection or a child of its own goes.
+    """
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if old is None:
+            continue
+        old.flush()
+        raw = _Stream(old.fileno(), "w", closefd=False)
+        buffered = raw if old.write_through else io.BufferedWriter(raw)
+        new = io.TextIOWrapper(
+            cast("Any", buffered), old.encoding, old.errors, line_buffering=old.line_buffering,
+            write_through=old.write_through,
+        )  # fmt: skip
+        setattr(sys, name, new)
+
+
 def main() -> None:
     """Run the command line."""
-    leave_when_nobody_reads()
+    _leave_when_nobody_reads()
     try:
         if sys.argv[1:2] == ["run"]:
             from holdfast.cli.supervised import run_if_called_plainly
@@ -64,6 +98,8 @@ def main() -> None:
         make_app(*[name for name in sys.argv[1:2] if name in COMMANDS])()
     except Exception as error:  # noqa: BLE001 - exit code 1 would be an answer
         import traceback
+
+        from holdfast.cli.output import ERROR
 
         place = traceback.extract_tb(error.__traceback__)[-1]
         print(f"error: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", file=sys.stderr)

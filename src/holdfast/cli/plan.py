@@ -13,8 +13,7 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.options import Json
-from holdfast.cli.output import CHECK_FAILED, console, failing_clearly, print_json
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import OutOfMemoryError, PolicyError
 from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device

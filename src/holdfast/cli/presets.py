@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from holdfast.cli.options import Json
-from holdfast.cli.output import console, failing_clearly, print_json
+from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.policy.presets import Preset, find_preset, presets
 
 

@@ -18,8 +18,7 @@ import typer
 from rich.table import Table
 
 from holdfast.checkpoint.goodput import effective_training_time_ratio, optimal_interval_seconds, parse_seconds
-from holdfast.cli.options import Json
-from holdfast.cli.output import console, failing_clearly, print_json
+from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.core.events.event import Event
 from holdfast.core.text import duration

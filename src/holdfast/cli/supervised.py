@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from holdfast.cli.output import failing_clearly
+from holdfast.core.errors import HoldfastError
 from holdfast.supervise.launch.commands import CommandError, find_program
 from holdfast.supervise.launch.run_folder import choose_folder
 from holdfast.supervise.launch.supervisor import Plan, Supervisor
@@ -35,14 +35,15 @@ def supervise(
 ) -> NoReturn:
     """Run a command, print how it went, and exit as it did; `settings` are those of `Plan`."""
     try:
-        program = find_program(command)
-    except CommandError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.status)
-    with failing_clearly(as_json=False):
-        run = run_dir or choose_folder(command, time.time())
-        supervisor = Supervisor(Plan(command=tuple(command), program=program, run=run, **settings), quiet=quiet)
+        plan = Plan(
+            command=tuple(command), program=find_program(command), run=run_dir or choose_folder(command, time.time()),
+            **settings,
+        )  # fmt: skip
+        supervisor = Supervisor(plan, quiet=quiet)
         outcome = supervisor.run()
+    except (HoldfastError, OSError) as error:
+        print(str(error) if isinstance(error, HoldfastError) else f"error: {error}", file=sys.stderr)
+        sys.exit(error.status if isinstance(error, CommandError) else 2)
     if not quiet:
         supervisor.begin_line(2)
         _print_end(outcome)

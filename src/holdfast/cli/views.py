@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.options import Json
-from holdfast.cli.output import CHECK_FAILED, console, failing_clearly, print_json
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.clock import SystemClock
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError

@@ -215,17 +215,12 @@ class SampleRing(RingWriter):
         Returns:
             Its number, for `amend`.
         """
-        is_read = LOSS_IS_READ | NORM_IS_READ | RATE_IS_READ
-        if loss is None:
-            loss, is_read = math.nan, is_read ^ LOSS_IS_READ
-        if grad_norm is None:
-            grad_norm, is_read = math.nan, is_read ^ NORM_IS_READ
-        if learning_rate is None:
-            learning_rate, is_read = math.nan, is_read ^ RATE_IS_READ
+        is_read = (loss is not None) + 2 * (grad_norm is not None) + 4 * (learning_rate is not None)
         number = self._sequence + 1
         _SLOT.pack_into(
-            self._map, HEADER_BYTES + (number % self._capacity) * self._slot_bytes, number, time.time_ns(),
-            step, micro_steps, is_read, loss, grad_norm, learning_rate, *others, number,
+            self._map, HEADER_BYTES + (number % self._capacity) * self._slot_bytes, number, time.time_ns(), step,
+            micro_steps, is_read, math.nan if loss is None else loss, math.nan if grad_norm is None else grad_norm,
+            math.nan if learning_rate is None else learning_rate, *others, number,
         )  # fmt: skip
         self._sequence = number
         return number

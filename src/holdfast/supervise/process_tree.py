@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 TYPE_CHECKING = False  # as in ``typing``
 if TYPE_CHECKING:
@@ -125,10 +126,8 @@ def _carries(pid: int, mark: str) -> bool:
 def signal_all(pids: Iterable[int], number: int) -> None:
     """Send a signal to each; one that has ended, or that is not ours to signal, is passed over."""
     for pid in pids:
-        try:
+        with suppress(OSError):
             os.kill(pid, number)
-        except OSError:
-            continue
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], set[int]]:
@@ -167,12 +166,8 @@ def keep_watch(pipe: int, mark: str, note: str) -> None:
     if not done:
         import json
 
-        found = json.dumps({"unix_seconds": ended, "killed": sorted(killed), "left": sorted(left)})
-        try:
-            with open(note, "w") as file:  # noqa: PTH123 - as above
-                file.write(found)
-        except OSError:
-            pass  # a full disk: nobody is left who could be told
+        with suppress(OSError), open(note, "w") as file:  # noqa: PTH123 - as above
+            json.dump({"unix_seconds": ended, "killed": sorted(killed), "left": sorted(left)}, file)
 
 
 def main(arguments: list[str]) -> None:

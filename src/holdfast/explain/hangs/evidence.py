@@ -9,19 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
-from holdfast.explain.yaml_files import read_yaml
 
 Waits = str
 """What a thread waits for, by the names of ``kernel.yaml``; ``"running"``, ``"openmp"``, or empty."""
 
 _LONGEST_NAME = 300
 
-_KERNEL = read_yaml(Path(__file__).with_name("kernel.yaml"))
+_KERNEL = yaml.safe_load(resources.files(__package__).joinpath("kernel.yaml").read_text(encoding="utf-8"))
 _WAITS: dict[str, Waits] = {name: waits for waits, names in _KERNEL["system calls"].items() for name in names.split()}
 _CHANNELS: dict[Waits, str] = _KERNEL["kernel functions"]
 KIND_OF: dict[str, Any] = _KERNEL["kinds"]

@@ -5,33 +5,37 @@ A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes
 
 from __future__ import annotations
 
-import functools
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Frame, Statement
 from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.logs.text import read_log
-from holdfast.explain.yaml_files import read_yaml
 from holdfast.recorder.run_files import ProcessInfo
 
 _MOST_CHAIN = 20
 _MOST_TEXT = 20_000
 _COMPARED = 120  # characters of the first line in which a log and a recording of one exception agree
 
+# What a guard did against trouble, in words, by the kind of the event, and where that holds why it happened.
+_REMEDIES = {
+    "split": ("passed the batch in smaller parts for want of memory", "reason"),
+    "recompute": ("recomputed activations for want of memory", "reason"),
+    "retry": ("tried again after freeing memory", "reason"),
+    "skip_step": ("skipped the step", "reason"),
+    "roll_back": ("went back to a good checkpoint", "reason"),
+    "learning_rate_lowered": ("lowered the learning rate", "reason"),
+    "spike_clipped": ("clipped a gradient spike", "reason"),
+    "loader_healed": ("replaced the workers of the loader", "cause"),
+    "sample_quarantined": ("quarantined a sample that could not be loaded", "evidence"),
+    "samples_dropped": ("left out samples with bad values", "reason"),
+    "checkpoint_damaged": ("passed over a damaged checkpoint", "why"),
+}
 _MOST_REASON = 400  # characters
-
-
-@functools.cache
-def _events_of_guards() -> dict[str, Any]:
-    """Return which events of a Guard are remedies, and which may follow its end."""
-    found: dict[str, Any] = read_yaml(Path(__file__).with_name("guard_events.yaml"))
-    return found
 
 
 def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
@@ -113,15 +117,13 @@ def already_tried(events: Iterable[Event]) -> list[str]:
     counted: Counter[str] = Counter()
     newest: dict[str, str] = {}
     for event in events:
-        _, reason = _events_of_guards()["remedies"].get(event.kind, ("", "reason"))
         counted[event.kind] += 1
-        newest[event.kind] = text_of(event.data.get(reason)).strip()
-    remedies = _events_of_guards()["remedies"] if counted else {}
+        newest[event.kind] = text_of(event.data.get(_REMEDIES.get(event.kind, ("", "reason"))[1])).strip()
     return [
         f"a Guard {words}"
         + (f", {counted[kind]} times" if counted[kind] > 1 else "")
         + (f": {newest[kind].splitlines()[-1][:_MOST_REASON]}" if newest[kind] else "")
-        for kind, (words, _) in remedies.items()
+        for kind, (words, _) in _REMEDIES.items()
         if counted[kind]
     ]
 
@@ -166,6 +168,11 @@ def same(one: Statement, other: Statement) -> bool:
     return first == second
 
 
+# What a Guard writes after the error that ends it, and while it closes. Any other event says that it went on.
+_OF_AN_END = frozenset({
+    "checkpoint_saved", "closed", "finding", "left_by_exception", "not_saved", "note", "save_failed",
+    "save_postponed", "save_refused", "stop", "stop_requested",
+})  # fmt: skip
 _BEGINS = ("loop", "resumed")
 
 
@@ -195,7 +202,7 @@ def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> lis
         last_step: When the newest step was marked, if the marks of steps were read.
     """
     ends = _ends(events)
-    going = max((index for index, event in enumerate(events) if not _follows_an_end(event)), default=-1)
+    going = max((index for index, event in enumerate(events) if event.kind not in _OF_AN_END), default=-1)
     closed = how_closed(events)
     if ends:
         at, newest = ends[-1]
@@ -204,10 +211,6 @@ def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> lis
         ends[-1] = at, [replace(each, fatal=ended) for each in newest]
     found = [each for _, statements in ends for each in statements]
     return [replace(each, position=index) for index, each in enumerate(found)]
-
-
-def _follows_an_end(event: Event) -> bool:
-    return event.kind in _events_of_guards()["of_an_end"].split()
 
 
 def _ends(events: Sequence[Event]) -> list[tuple[int, list[Statement]]]:
@@ -221,7 +224,7 @@ def _ends(events: Sequence[Event]) -> list[tuple[int, list[Statement]]]:
         elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
             left = _left(event)
             rule = left[-1].rule
-            follows = stop is not None and all(map(_follows_an_end, events[stop:index]))
+            follows = stop is not None and all(each.kind in _OF_AN_END for each in events[stop:index])
             if follows and rule is not None and rule == ends[-1][1][-1].rule:
                 ends.pop()  # the error says all of the stop and more
             ends.append((index, left))

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 from holdfast.explain.signature import Signature
 from holdfast.explain.signatures.endings import ENDED_WELL
 from holdfast.explain.signatures.leaks import KINDS, signature_of
-from holdfast.explain.yaml_files import read_yaml
 
 WELL = Signature(
-    id=ENDED_WELL,
-    title="ended well",
-    family="ended well",
-    rank=90,
-    means="The run came to its own end.",
+    id=ENDED_WELL, title="ended well", family="ended well", rank=90, means="The run came to its own end.",
     fix="Nothing is to be done.",
     false_positives="A script that catches its own failure and exits with 0 looks the same.",
-)
+)  # fmt: skip
 
 
 @functools.cache
@@ -45,11 +40,15 @@ def all_signatures() -> dict[str, Signature]:
 
 
 def _entries() -> Iterator[dict[str, Any]]:
-    for file in Path(__file__).parent.glob("*.yaml"):
-        entries = read_yaml(file)
-        yield from entries
-        if file.name == "leaks.yaml":
-            yield from map(_on_a_device, KINDS, entries)
+    import yaml  # here: a process that only asks for the id of a leak does not need it
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    for file in resources.files(__name__).iterdir():
+        if file.name.endswith(".yaml"):
+            entries = yaml.load(file.read_text(encoding="utf-8"), loader)  # noqa: S506 - both are safe loaders
+            yield from entries
+            if file.name == "leaks.yaml":
+                yield from map(_on_a_device, KINDS, entries)
 
 
 def _on_a_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:

@@ -34,9 +34,6 @@ P = TypeVarTuple("P")
 # hooks do not run. More than recipes accumulate.
 _PATIENCE = 256
 _Value = float | OnItsWay | None
-# As names of this module: an enumeration looks its members up each time.
-_FIRST_STEP, _DATA_WAIT = Phase.FIRST_STEP, Phase.DATA_WAIT
-_OPTIMIZER, _TRAINING = Phase.OPTIMIZER, Phase.FORWARD_BACKWARD
 _NOT_READ = (0, 0, 0, 0)
 
 
@@ -74,11 +71,7 @@ def _noted(method: Callable[[Steps, *P], None]) -> Callable[[Steps, *P], None]:
 
 
 class Steps:
-    """Counts the steps of this process and shows its phases.
-
-    What runs at each step calls as little as it can: after a step of the script nothing of it is in a cache, and each
-    function costs more than what it does.
-    """
+    """Counts the steps of this process and shows its phases."""
 
     def __init__(self, observer: Observed, torch: ModuleType, finds_optimizer: Callable[[], bool]) -> None:
         self.observer = observer
@@ -102,10 +95,9 @@ class Steps:
         self.thread = thread
         self.waits = self.aside = self.in_backward = False
         self._optimizes = False
-        self._board: ProgressBoard | None = None
         self._samples: SampleRing | None = None
         self._cannot_record = False
-        self._training = _FIRST_STEP  # what a forward and a backward are a part of
+        self._training = Phase.FIRST_STEP  # what a forward and a backward are a part of
         self._step = self._micro_step = self._micro_before = 0
         self._ended = 0  # number of the newest sample, until there are other gradients
         self._counted = 0  # which optimizer ended the newest step
@@ -121,22 +113,18 @@ class Steps:
 
     # --- loader -----------------------------------------------------------------------------------------------
 
+    @_noted
     def wait_begins(self) -> None:
         """The loop asks a loader for something."""
-        try:
-            self._wait_began = time.monotonic_ns()
-            self._began = self._began or self._wait_began
-            (self._board or self._open_board()).enter(_DATA_WAIT)
-        except Exception as error:  # noqa: BLE001 - as `_noted`
-            self.observer.failed(error)
+        self._wait_began = time.monotonic_ns()
+        self._began = self._began or self._wait_began
+        self.observer.board.enter(Phase.DATA_WAIT)
 
+    @_noted
     def wait_ends(self, phase: Phase | None) -> None:
         """The loop has a batch, or there is none; None: to train with."""
-        try:
-            self._waited += time.monotonic_ns() - self._wait_began
-            (self._board or self._open_board()).enter(self._training if phase is None else phase)
-        except Exception as error:  # noqa: BLE001 - as `_noted`
-            self.observer.failed(error)
+        self._waited += time.monotonic_ns() - self._wait_began
+        self.observer.board.enter(self._training if phase is None else phase)
 
     @_noted
     def evaluates(self) -> None:
@@ -157,7 +145,7 @@ class Steps:
             self.thread = _thread.get_ident()
             self._ended = 0
             self._began = self._began or time.monotonic_ns()
-            board = self._board or self._open_board()
+            board = self.observer.board
             if board.phase is not self._training:
                 board.enter(self._training)
             if self._scaled is not None:
@@ -168,41 +156,34 @@ class Steps:
                 if self._loss is not None:
                     self._give_up(self._loss)
                 self._loss = self._values.read(root)
-        except Exception as error:  # noqa: BLE001 - as `_noted`
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
     def backward_ends(self) -> None:
         """Backward has returned."""
         try:
             self._micro_step += 1
+            board = self.observer.board
             if self._patience is None:
                 self.observer.becomes("trainer")
                 self._patience = _PATIENCE if self._finds_optimizer() else 0
             if self._counted == 0 and self._micro_step > self._patience:
                 self._end_step(None)
             else:
-                board = self._board or self._open_board()
                 board.micro_step = self._micro_step
-                board.enter(_OPTIMIZER if self._optimizes and self._step > 0 else board.phase)
-        except Exception as error:  # noqa: BLE001 - as `_noted`
+                board.enter(Phase.OPTIMIZER if self._optimizes and self._step > 0 else board.phase)
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
-    def _open_board(self) -> ProgressBoard:
-        self._board = self.observer.board
-        return self._board
-
-    def clipped(self, norm: Any) -> None:
+    @_noted
+    def clipped(self, norm: Any, *_: Any) -> None:
         """The script has computed the norm of the gradients."""
-        try:
-            value = self._values.read(norm)
-            if self._samples is not None and self._ended:
-                self._amend(self._samples, self._ended, "grad_norm", value)
-                return
-            if self._norm is not None:
-                self._give_up(self._norm)
-            self._norm = value
-        except Exception as error:  # noqa: BLE001 - as `_noted`
-            self.observer.failed(error)
+        value = self._values.read(norm)
+        if self._samples is not None and self._ended:
+            self._amend(self._samples, self._ended, "grad_norm", value)
+            return
+        self._give_up(self._norm)
+        self._norm = value
 
     # --- optimizer --------------------------------------------------------------------------------------------
 
@@ -211,11 +192,10 @@ class Steps:
         try:
             self.thread = _thread.get_ident()
             self._optimizes = True
-            board = self._board or self._open_board()
-            self._before_optimizer = board.phase
+            self._before_optimizer = self.observer.board.phase
             if self._step > 0:
-                board.enter(_OPTIMIZER)
-        except Exception as error:  # noqa: BLE001 - as `_noted`
+                self.observer.board.enter(Phase.OPTIMIZER)
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
     @_noted
@@ -230,11 +210,10 @@ class Steps:
         try:
             self._optimizes = False
             fresh = self._micro_step > self._micro_before
-            if not fresh:
-                if self._makes_state(optimizer):
-                    self.observer.board.enter(self._before_optimizer)
-                    return
-                fresh = id(optimizer) == self._counted or self._micro_step == 0
+            if not fresh and self._makes_state(optimizer):
+                self.observer.board.enter(self._before_optimizer)
+                return
+            fresh = fresh or id(optimizer) == self._counted or self._micro_step == 0
             if fresh or self._counted == 0:  # the latter: its backward was counted, since no optimizer was known
                 self._counted = id(optimizer)
             if not fresh:
@@ -245,7 +224,7 @@ class Steps:
                 self.observer.becomes("trainer")
             rate = optimizer.param_groups[0].get("lr")
             self._end_step(float(rate) if isinstance(rate, (int, float)) else None)  # a tensor may lie on a device
-        except Exception as error:  # noqa: BLE001 - as `_noted`
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
     def _makes_state(self, optimizer: Any) -> bool:
@@ -265,16 +244,14 @@ class Steps:
 
     def _end_step(self, learning_rate: float | None) -> None:
         now = time.monotonic_ns()
-        board, loss, norm = self._board or self._open_board(), self._loss, self._norm
+        board, loss, norm = self.observer.board, self._loss, self._norm
         self._step += 1
         if self._step == 1:
-            self._training = _TRAINING
-        board.step, board.micro_step = self._step, self._micro_step
-        board.enter(self._training)
+            self._training = Phase.FORWARD_BACKWARD
+        board.count(step=self._step, micro_step=self._micro_step, phase=self._training)
         micro_steps = self._micro_step - self._micro_before
         memory = _NOT_READ if now < self._memory.next_look else self._memory.look(now)
-        samples = self._samples or self._open_samples()
-        if samples is not None:
+        if (samples := self._samples or self._open_samples()) is not None:
             number = samples.write(
                 self._step, micro_steps,
                 loss if type(loss) is float else None, norm if type(norm) is float else None, learning_rate,
@@ -296,7 +273,7 @@ class Steps:
 
     def _open_samples(self) -> SampleRing | None:
         """Return the ring of samples; None on a full disk: the steps are counted all the same."""
-        if self._samples is None and not self._cannot_record:
+        if not self._cannot_record:
             try:
                 self._samples = self.observer.samples()
             except OSError as error:

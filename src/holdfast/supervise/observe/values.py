@@ -52,8 +52,6 @@ class ValueReader:
         # Modes of the script that look at every call to torch must not see ours.
         self._unseen: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
         self._modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-        self._function_modes: Any = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
-        self._plain: Any = torch.Tensor
         self._free: dict[Any, list[tuple[Any, Any]]] = {}
         self._given_up: list[Any] = []
 
@@ -69,27 +67,21 @@ class ValueReader:
         what is no plain tensor of one floating-point element on the host or a CUDA device, and for a value that
         cannot be had without being seen.
         """
-        if type(tensor) is not self._plain:
-            tensor = _replicated(tensor)
-            if type(tensor) is not self._plain:
-                return None  # any other subclass may do anything when it is touched, such as talk to the other ranks
-        if not self._function_modes():
-            return self._read(tensor)
+        tensor = _replicated(tensor)
+        if type(tensor) is not self._torch.Tensor:
+            return None  # any other subclass may do anything when it is touched, such as talk to the other ranks
         with self._unseen():
-            return self._read(tensor)
-
-    def _read(self, tensor: Any) -> float | OnItsWay | None:
-        reader = self._readers.get(tensor.dtype)
-        if reader is None or tensor.numel() != 1 or tensor.layout is not self._torch.strided:
-            return None
-        try:
-            if tensor.is_cpu:
-                address = tensor.data_ptr()
-                return reader(address) if address else None
-            if tensor.is_cuda and not self._modes() and not self._torch.cuda.is_current_stream_capturing():
-                return self._send(tensor, reader)
-        except (RuntimeError, NotImplementedError):  # wrapped by a transform of torch.func: it has no memory
-            pass
+            reader = self._readers.get(tensor.dtype)
+            if reader is None or tensor.numel() != 1 or tensor.layout is not self._torch.strided:
+                return None
+            try:
+                if tensor.is_cpu:
+                    address = tensor.data_ptr()
+                    return reader(address) if address else None
+                if tensor.is_cuda and not self._modes() and not self._torch.cuda.is_current_stream_capturing():
+                    return self._send(tensor, reader)
+            except (RuntimeError, NotImplementedError):  # wrapped by a transform of torch.func: it has no memory
+                pass
         return None
 
     def all_zero(self, tensors: Iterable[Any]) -> bool:
@@ -155,12 +147,12 @@ class MemoryReadings:
         """Begin in this process, which may be a fork."""
         self._statm: int | None = None
         self.next_look = self._next_device = 0
-        """When it is worth to look again, in monotonic nanoseconds."""
 
     def look(self, now: int) -> tuple[int, int, int, int]:
         """Return the resident memory, and of all devices what is allocated, reserved, and was allocated at most.
 
-        What was read a short time ago is 0, and so is what the system does not say. `now`: monotonic nanoseconds.
+        What was read a short time ago is 0, and so is what the system does not say. `now`: monotonic nanoseconds,
+        not before `next_look`.
         """
         self.next_look = now + _HOST_NANOSECONDS
         try:

@@ -14,23 +14,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from holdfast.core.events import process_events
 from holdfast.core.events.event import EventData
 from holdfast.core.events.process_events import Hang, HangSuspected
+from holdfast.explain.hangs.blame import SIGNATURES_OF, Diagnosis, Remedy, describe_frame, diagnose_hang
+from holdfast.explain.hangs.evidence import Examined
 from holdfast.recorder.progress import Phase
 from holdfast.supervise.process_tree import Process, descendants, read_process, read_table
 from holdfast.supervise.watch.limits import HangLimits
+from holdfast.supervise.watch.stacks import Stacks, Subject, Taken
 from holdfast.supervise.watch.watched import Watched, WatchedProcesses
-
-if TYPE_CHECKING:  # imported once something stands still
-    from holdfast.explain.hangs.blame import Diagnosis, Remedy
-    from holdfast.supervise.watch.stacks import Stacks, Subject, Taken
 
 _POLL_SECONDS = 0.05  # near a limit: of the 0.2 s from limit to notice
 _REST_SECONDS = 0.5  # far from any
-_LOOKS_A_LIMIT = 60  # at least so many in the shortest limit: the longest that a phase takes is learned from them
 _GAP_SECONDS = (
     5.0  # who was not run for so long was suspended, as were the others: a laptop's lid, a paused container
 )
@@ -68,7 +65,7 @@ class Watchdog:
     ) -> None:
         self._limits, self._emit, self._on_hang, self._say, self._clock = limits, emit, on_hang, say, clock
         self._stop = threading.Event()
-        self._run, self._stacks = run, stacks
+        self._stacks = Stacks(run, pause=lambda seconds: self._stop.wait(seconds)) if stacks is None else stacks
         self._watched = WatchedProcesses(run, attempt, limits)
         self._last_look: float | None = None
         self._said: set[tuple[str, str]] = set()
@@ -95,9 +92,8 @@ class Watchdog:
 
     def _pause(self) -> float:
         """Return how long nothing can be overdue, within bounds."""
-        most = min(_REST_SECONDS, self._watched.shortest_limit / _LOOKS_A_LIMIT)
         now = self._clock()
-        return max(_POLL_SECONDS, min([most, *(process.left(now) for process in self._watched.judged)]))
+        return max(_POLL_SECONDS, min([_REST_SECONDS, *(process.left(now) for process in self._watched.judged)]))
 
     def look(self, now: float) -> None:
         """Look once at everything, at a time of the clock."""
@@ -174,9 +170,7 @@ class Watchdog:
         group = [each for each in self._watched.judged if each is process or each.is_of_same_group(process)]
         for each in group:  # what is found is found for all of them
             each.look_again(2.0 * each.age(now))
-        from holdfast.explain.hangs.blame import diagnose_hang
-
-        taken = self._take_stacks(process, now)
+        taken = self._stacks.take(self._subjects(process, now))
         self._watched.look(self._clock())
         if process.standing.progress != progress:
             self._over(process, taken, "it has moved meanwhile")
@@ -199,16 +193,8 @@ class Watchdog:
             if hang.remedy == "wait" and found.moving and process.info.torch is not None:
                 self._say_left_alone(hang, starting=process.standing.phase is Phase.STARTING)
 
-    def _take_stacks(self, process: Watched, now: float) -> Taken:
-        if self._stacks is None:
-            from holdfast.supervise.watch.stacks import Stacks
-
-            self._stacks = Stacks(self._run, pause=lambda seconds: self._stop.wait(seconds))
-        return self._stacks.take(self._subjects(process, now))
-
     def _over(self, process: Watched, taken: Taken, why: str) -> None:
-        if self._stacks is not None:
-            self._stacks.forget(taken)
+        self._stacks.forget(taken)
         step = process.standing.step
         self._emit(process_events.HangOver(pid=process.info.pid, phase=process.phase_name, step=step, why=why))
 
@@ -225,8 +211,6 @@ class Watchdog:
         self._say(f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s now; left alone{until}{changes}")
 
     def _hang(self, process: Watched, found: Diagnosis, taken: Taken, suspected: HangSuspected) -> Hang:
-        from holdfast.explain.hangs.blame import SIGNATURES_OF, describe_frame
-
         about = found.process
         files = [name for each in taken.processes for name in taken.files.get(each.pid, ())]
         return Hang(
@@ -272,9 +256,6 @@ class Watchdog:
 
 
 def _subject(found: Process, seen: Watched | None, judged_at: float | None) -> Subject:
-    from holdfast.explain.hangs.evidence import Examined
-    from holdfast.supervise.watch.stacks import Subject
-
     if seen is None:
         return Subject(about=Examined(pid=found.pid, ppid=found.ppid, role="unobserved"))
     about = Examined(

@@ -111,8 +111,6 @@ class WatchedProcesses:
 
     def __init__(self, run: Path, attempt: int, limits: HangLimits) -> None:
         self._folder, self._attempt, self._limits = run / PROCESSES_FOLDER, attempt, limits
-        self.shortest_limit = min(map(limits.floor, Phase))
-        """The least that any phase may take, in seconds."""
         self.alive: list[Watched] = []
         """All that live."""
         self.judged: list[Watched] = []
