@@ -2,7 +2,7 @@
 
 Each simulated run has steps of data wait, forward/backward and optimizer, and now and then a compilation, an
 evaluation, a checkpoint and the end of an epoch, whose times are drawn from distributions with heavy tails. The
-limits see what a watchdog sees that polls every 0.05 s. Nothing is real here but the code that learns the limits.
+limits see what a watchdog sees that polls every 0.5 s. Nothing is real here but the code that learns the limits.
 
 A limit is never below its floor (30 s for the phases of a step), so only times above it try what is learned: how many
 there are is counted for each run. The limit of a compilation (that of the first step) is never learned.
@@ -22,7 +22,7 @@ from holdfast.supervise.watch.limits import HangLimits, LearnedLimits
 
 _STEPS = 1_000_000
 _QUICK_STEPS = 50_000
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.5
 _BLOCK = 10_000
 _EVERY = {"compile": 5_000, "evaluation": 1_000, "saving": 500, "epoch": 2_500}
 _EVALUATION_BATCHES = 20

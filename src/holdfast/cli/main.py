@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
-import traceback
-from typing import Annotated
+from typing import TYPE_CHECKING, Any, cast
 
-import typer
-
-from holdfast.cli.output import ERROR, leave_when_nobody_reads
 from holdfast.core.version import __version__
+
+if TYPE_CHECKING:
+    import typer
 
 COMMANDS = {
     "run": "run:run", "watch": "views:watch", "explain": "explain:run", "report": "views:report",
@@ -19,11 +20,14 @@ COMMANDS = {
     "loader": "loader:run", "quarantine": "guard_directory:quarantine", "simulate": "simulate:run",
 }  # fmt: skip
 """Of each command the module and the function."""
+_READER_GONE = 141  # see ``output``
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the command's name is the command's
 
 
 def make_app(*only: str) -> typer.Typer:
     """Return the command line, with these commands or with all: importing all takes longer than most of them."""
+    import typer
+
     app = typer.Typer(
         help="Keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.\n\n"
         "Exit codes: 0 done, 1 a check failed, 2 wrong use or an error; `run` passes on that of its command, and "
@@ -32,7 +36,12 @@ def make_app(*only: str) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_options)
+    option = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version.")
+
+    @app.callback()
+    def _options(version: bool = option) -> None:
+        pass
+
     for name in only or COMMANDS:
         module, _, function = COMMANDS[name].partition(":")
         command = getattr(importlib.import_module(f"holdfast.cli.{module}"), function)
@@ -42,25 +51,57 @@ def make_app(*only: str) -> typer.Typer:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"holdfast {__version__}")
-        raise typer.Exit
+        print(f"holdfast {__version__}")
+        raise SystemExit
 
 
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
+class _Stream(io.FileIO):
+    """A standard stream whose reader may leave."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # what is still in a buffer goes there, without a word at the end
+            os.close(nowhere)
+            raise SystemExit(_READER_GONE) from None  # no `Exception`, which many places catch
+
+
+def _leave_when_nobody_reads() -> None:
+    """Let this process end quietly once a reader of its output has closed the pipe.
+
+    The signal itself stays off: it would also end a command when a connection or a child of its own goes.
+    """
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if old is None:
+            continue
+        old.flush()
+        raw = _Stream(old.fileno(), "w", closefd=False)
+        buffered = raw if old.write_through else io.BufferedWriter(raw)
+        new = io.TextIOWrapper(
+            cast("Any", buffered), old.encoding, old.errors, line_buffering=old.line_buffering,
+            write_through=old.write_through,
+        )  # fmt: skip
+        setattr(sys, name, new)
 
 
 def main() -> None:
     """Run the command line."""
-    leave_when_nobody_reads()
+    _leave_when_nobody_reads()
     try:
+        if sys.argv[1:2] == ["run"]:
+            from holdfast.cli.supervised import run_if_called_plainly
+
+            run_if_called_plainly(sys.argv[2:])
         make_app(*[name for name in sys.argv[1:2] if name in COMMANDS])()
     except Exception as error:  # noqa: BLE001 - exit code 1 would be an answer
+        import traceback
+
+        from holdfast.cli.output import ERROR
+
         place = traceback.extract_tb(error.__traceback__)[-1]
-        typer.echo(f"error: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", err=True)
-        typer.echo("This should have been a clear message: please report it.", err=True)
+        print(f"error: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", file=sys.stderr)
+        print("This should have been a clear message: please report it.", file=sys.stderr)
         sys.exit(ERROR)

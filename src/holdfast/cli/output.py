@@ -9,13 +9,10 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
-import signal
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,42 +21,9 @@ from holdfast.core.errors import HoldfastError
 
 CHECK_FAILED = 1
 ERROR = 2
-READER_GONE = 128 + signal.SIGPIPE
 _WIDTH = 150  # of tables in a file or a pipe, which have no width
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-
-
-class _Stream(io.FileIO):
-    """A standard stream whose reader may leave."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # what is still in a buffer goes there, without a word at the end
-            os.close(nowhere)
-            raise SystemExit(READER_GONE) from None  # no `Exception`, which many places catch
-
-
-def leave_when_nobody_reads() -> None:
-    """Let this process end quietly once a reader of its output has closed the pipe.
-
-    The signal itself stays off: it would also end a command when a connection or a child of its own goes.
-    """
-    for name in ("stdout", "stderr"):
-        old = getattr(sys, name)
-        if old is None:
-            continue
-        old.flush()
-        raw = _Stream(old.fileno(), "w", closefd=False)
-        buffered = raw if old.write_through else io.BufferedWriter(raw)
-        new = io.TextIOWrapper(
-            cast("Any", buffered), old.encoding, old.errors, line_buffering=old.line_buffering,
-            write_through=old.write_through,
-        )  # fmt: skip
-        setattr(sys, name, new)
 
 
 def console() -> Console:

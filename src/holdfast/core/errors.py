@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,6 +52,8 @@ def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
         otherwise: The fix where nothing is alike.
     """
     lower = {each.lower(): each for each in known}
+    import difflib  # every process that is observed imports this module
+
     near = difflib.get_close_matches(str(name).lower(), lower, n=1)
     return f"did you mean {lower[near[0]]!r}?" if near else otherwise
 

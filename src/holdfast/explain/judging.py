@@ -24,7 +24,7 @@ from holdfast.explain.evidence import Facts
 from holdfast.explain.remarks import kills_counted
 from holdfast.explain.runtime_causes import FROM_OUTSIDE, End, find_end
 from holdfast.explain.signature import Signature
-from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures import WELL, all_signatures, endings
 from holdfast.explain.verdict import Verdict
 from holdfast.explain.weighing import CAUGHT, Candidate, find_candidates, in_order
 from holdfast.explain.wording import Judgement, in_words
@@ -75,9 +75,10 @@ def judge(facts: Facts) -> Verdict:
 
 
 def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequence[Candidate]) -> _Chosen:
-    known = all_signatures()
     if end.well and end.cause is not None:
-        return _Chosen(signature=known[end.cause], confidence=end.confidence)
+        signature = WELL if end.cause == WELL.id else all_signatures()[end.cause]
+        return _Chosen(signature=signature, confidence=end.confidence)
+    known = all_signatures()
     if end.status is None and end.cause is not None and not _ends_badly(roots, cascades):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     root, cascade = next(iter(roots), None), next(iter(cascades), None)

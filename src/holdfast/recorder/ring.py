@@ -19,8 +19,8 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.core.errors import RunDirectoryError
 
@@ -33,8 +33,7 @@ _LEAST_BELONGING = 50  # at least one in so many of the records that a number im
 _MOST_TORN = 2  # slots that a kill leaves torn, with one to spare
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One payload with its place in time."""
 
     sequence: int  # number of the record, from 1, without gaps at the writer

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 SUPERVISED_FILE = "supervised.json"
 OUTPUT_FILE = "output.log"
@@ -32,8 +31,7 @@ ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessInfo:
+class ProcessInfo(NamedTuple):
     """What an observed process says of itself."""
 
     pid: int
@@ -67,7 +65,7 @@ def write_process(run: Path, info: ProcessInfo) -> Path:
     folder = run / PROCESSES_FOLDER / info.folder
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{PROCESS_FILE}"
-    temporary.write_bytes(json.dumps(asdict(info)).encode())
+    temporary.write_bytes(json.dumps(info._asdict()).encode())
     temporary.replace(folder / PROCESS_FILE)
     return folder
 
@@ -86,7 +84,7 @@ def read_process_file(path: Path) -> ProcessInfo | None:
     """Return what a process says of itself, None if the file is missing or damaged."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
-        info = ProcessInfo(**{name: values[name] for name in ProcessInfo.__slots__ if name in values})
+        info = ProcessInfo(**{name: values[name] for name in ProcessInfo._fields if name in values})
         return info if _is_sound(info) else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None

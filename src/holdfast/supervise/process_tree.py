@@ -3,34 +3,36 @@
 The supervisor is a subreaper, so while it lives all processes of its command are its descendants. When it is killed
 itself, that tie is gone: then a *sentinel*, a process of its own that waits for nothing but the end of a pipe, finds
 them by the mark in their environment, by their session and by descent from such a one. This module is its program
-(``python -I -S process_tree.py``), so it uses the standard library only.
+(``python -I -S process_tree.py``), so it uses the standard library only, and of that what is imported quickly.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
+
+TYPE_CHECKING = False  # as in ``typing``
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 MARK_VARIABLE = "SUPERVISED_BY_HOLDFAST"  # not HOLDFAST_*: those are the fields of a policy
 _LOOK_SECONDS = 0.01
 _SENTINEL_SECONDS = 20.0  # a process in an uninterruptible wait cannot be killed: then it gives up
 
 
-class Process(NamedTuple):
+class Process:
     """One line of the table of processes."""
 
-    pid: int
-    ppid: int
-    session: int  # pid of the session's leader
-    state: str  # such as "R", "S", "T" (stopped), "Z" (ended, not yet waited for)
-    ticks: int  # when it started, in clock ticks since boot
+    __slots__ = ("pid", "ppid", "session", "state", "ticks")
+
+    def __init__(self, pid: int, ppid: int, session: int, state: str, ticks: int) -> None:
+        self.pid, self.ppid = pid, ppid
+        self.session = session  # pid of the session's leader
+        self.state = state  # such as "R", "S", "T" (stopped), "Z" (ended, not yet waited for)
+        self.ticks = ticks  # when it started, in clock ticks since boot
 
 
 def read_process(pid: int) -> Process | None:
@@ -145,7 +147,7 @@ def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], se
     return killed, set()
 
 
-def keep_watch(pipe: int, mark: str, note: Path) -> None:
+def keep_watch(pipe: int, mark: str, note: str) -> None:
     """Wait until the supervisor's end of the pipe is closed; then kill what it has left.
 
     Args:
@@ -162,15 +164,17 @@ def keep_watch(pipe: int, mark: str, note: Path) -> None:
     ended = time.time()
     killed, left = kill_all(lambda: marked_processes(mark, [session] if session else []), _SENTINEL_SECONDS)
     if not done:
-        with suppress(OSError):
-            note.write_text(json.dumps({"unix_seconds": ended, "killed": sorted(killed), "left": sorted(left)}))
+        import json
+
+        with suppress(OSError), open(note, "w") as file:  # noqa: PTH123 - as above
+            json.dump({"unix_seconds": ended, "killed": sorted(killed), "left": sorted(left)}, file)
 
 
 def main(arguments: list[str]) -> None:
     """Be the sentinel: descriptor of the pipe, mark, and file to write to."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    keep_watch(int(arguments[0]), arguments[1], Path(arguments[2]))
+    keep_watch(int(arguments[0]), arguments[1], arguments[2])
 
 
 if __name__ == "__main__":

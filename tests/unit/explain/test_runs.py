@@ -77,7 +77,7 @@ class SupervisedRun:
         board.close()
         ring = SampleRing(folder / SAMPLES_FILE)
         for step, loss in enumerate(losses, start=1):
-            ring.append(replace(SAMPLE, step=step, loss=loss))
+            ring.append(SAMPLE._replace(step=step, loss=loss))
         ring.close()
         self.write(folder, *events)
         return folder

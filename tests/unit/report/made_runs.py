@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def sample(step: int, **changes: Any) -> StepSample:
         wait_seconds=0.02,
         host_bytes=(400 << 20) + 4096 * step,
     )
-    return replace(ordinary, **changes)
+    return ordinary._replace(**changes)
 
 
 def write_samples(path: Path, samples: Sequence[StepSample]) -> None:

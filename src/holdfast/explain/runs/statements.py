@@ -9,10 +9,7 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
 from typing import Any
-
-import yaml
 
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Frame, Statement
@@ -24,7 +21,20 @@ _MOST_CHAIN = 20
 _MOST_TEXT = 20_000
 _COMPARED = 120  # characters of the first line in which a log and a recording of one exception agree
 
-_GUARD = yaml.safe_load(resources.files(__package__).joinpath("guard_events.yaml").read_text(encoding="utf-8"))
+# What a guard did against trouble, in words, by the kind of the event, and where that holds why it happened.
+_REMEDIES = {
+    "split": ("passed the batch in smaller parts for want of memory", "reason"),
+    "recompute": ("recomputed activations for want of memory", "reason"),
+    "retry": ("tried again after freeing memory", "reason"),
+    "skip_step": ("skipped the step", "reason"),
+    "roll_back": ("went back to a good checkpoint", "reason"),
+    "learning_rate_lowered": ("lowered the learning rate", "reason"),
+    "spike_clipped": ("clipped a gradient spike", "reason"),
+    "loader_healed": ("replaced the workers of the loader", "cause"),
+    "sample_quarantined": ("quarantined a sample that could not be loaded", "evidence"),
+    "samples_dropped": ("left out samples with bad values", "reason"),
+    "checkpoint_damaged": ("passed over a damaged checkpoint", "why"),
+}
 _MOST_REASON = 400  # characters
 
 
@@ -108,12 +118,12 @@ def already_tried(events: Iterable[Event]) -> list[str]:
     newest: dict[str, str] = {}
     for event in events:
         counted[event.kind] += 1
-        newest[event.kind] = text_of(event.data.get(_GUARD["remedies"].get(event.kind, ("", "reason"))[1])).strip()
+        newest[event.kind] = text_of(event.data.get(_REMEDIES.get(event.kind, ("", "reason"))[1])).strip()
     return [
         f"a Guard {words}"
         + (f", {counted[kind]} times" if counted[kind] > 1 else "")
         + (f": {newest[kind].splitlines()[-1][:_MOST_REASON]}" if newest[kind] else "")
-        for kind, (words, _) in _GUARD["remedies"].items()
+        for kind, (words, _) in _REMEDIES.items()
         if counted[kind]
     ]
 
@@ -158,7 +168,11 @@ def same(one: Statement, other: Statement) -> bool:
     return first == second
 
 
-_OF_AN_END = frozenset(_GUARD["of_an_end"].split())
+# What a Guard writes after the error that ends it, and while it closes. Any other event says that it went on.
+_OF_AN_END = frozenset({
+    "checkpoint_saved", "closed", "finding", "left_by_exception", "not_saved", "note", "save_failed",
+    "save_postponed", "save_refused", "stop", "stop_requested",
+})  # fmt: skip
 _BEGINS = ("loop", "resumed")
 
 

@@ -88,7 +88,8 @@ class _Hooks:
 
         def before(_optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not is_compiling():
-                has_closure = any(given is not None for given in (*args[1:], *kwargs.values()))
+                given = (*args[1:], *kwargs.values())
+                has_closure = bool(given) and any(each is not None for each in given)
                 (steps.closure_begins if has_closure else steps.optimizer_begins)()
 
         def after(optimizer: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
@@ -123,7 +124,7 @@ class _Hooks:
         _wrap(module, "backward", make)
 
     def clipping(self, module: Any) -> None:
-        self._after(module, "clip_grad_norm_", lambda norm, *_: self._steps.clipped(norm))
+        self._after(module, "clip_grad_norm_", self._steps.clipped)
         # One object under both names, or it could not be pickled.
         self._torch.nn.utils.clip_grad_norm_ = module.clip_grad_norm_
 

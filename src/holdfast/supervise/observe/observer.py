@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class Observer:
         self.watch = ImportWatch(self.failed)
         self._stacks = Stacks(self._describe)
         self._forget()
-        self._open()
+        self.board = self._open()
         self._stacks.watch()
         self._endings = Endings(self.emit, self._leaves, self.watch)
         os.register_at_fork(after_in_child=self._after_fork)
@@ -82,7 +82,7 @@ class Observer:
 
     def _forget(self) -> None:
         """Be as if nothing was opened yet."""
-        self._board: ProgressBoard | None = None
+        vars(self).pop("board", None)
         self._has_left = False
         self._folder: Path | None = None
         self._info: ProcessInfo | None = None
@@ -91,18 +91,16 @@ class Observer:
         self._lock = _thread.RLock()
         self._notes = 0
 
-    @property
+    @cached_property
     def board(self) -> ProgressBoard:
         """The board of this process, which is made with its folder if a fork has left it without: most never do."""
-        if self._board is None:
-            try:
-                self._open()
-            except OSError as error:  # in a forked process: it goes on unseen
-                self.failed(error)
-        self._board = self._board or ProgressBoard(None)
-        return self._board
+        try:
+            return self._open()
+        except OSError as error:  # in a forked process: it goes on unseen
+            self.failed(error)
+            return ProgressBoard(None)
 
-    def _open(self) -> None:
+    def _open(self) -> ProgressBoard:
         with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - of the system
             ticks = int(file.read().rpartition(b")")[2].split()[19])  # field 22; the name before may hold anything
         self._info = ProcessInfo(
@@ -111,17 +109,18 @@ class Observer:
         )  # fmt: skip
         folder = self._run / PROCESSES_FOLDER / self._info.folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._board = ProgressBoard(folder / BOARD_FILE)
+        board = ProgressBoard(folder / BOARD_FILE)
         self._stacks.open(folder)
         self._folder = folder
         self._describe()
+        return board
 
     def _describe(self) -> None:
         """Write what is known of this process now."""
         if self._info is not None:
             ranks: dict[str, Any] = {name: _number(*names) for name, names in _RANKS.items()} | _initialized_ranks()
             ranks |= {"role": self._role, "torch": self._torch, "stacks_signal": self._stacks.signal}
-            write_process(self._run, replace(self._info, **ranks))
+            write_process(self._run, self._info._replace(**ranks))
 
     def samples(self) -> SampleRing:
         """Return the ring of samples, made when it is first asked for.
@@ -179,7 +178,7 @@ class Observer:
 
     def _leaves(self, how: str, status: int | None, said: str) -> None:
         try:
-            if self._board is None:
+            if "board" not in vars(self):
                 return  # forked, and nothing was ever shown
             if self._steps is not None:
                 self._steps.finish()

@@ -34,6 +34,7 @@ P = TypeVarTuple("P")
 # hooks do not run. More than recipes accumulate.
 _PATIENCE = 256
 _Value = float | OnItsWay | None
+_NOT_READ = (0, 0, 0, 0)
 
 
 class Observed(Protocol):
@@ -138,38 +139,44 @@ class Steps:
         """A gradient scaler has multiplied a loss; `scaled` refers weakly to what backward will get."""
         self._scaled = (loss, scaled)
 
-    @_noted
     def backward_begins(self, root: Any) -> None:
         """Backward is called with the tensor that it begins with, None if there are several."""
-        self.thread = _thread.get_ident()
-        self._ended = 0
-        self._began = self._began or time.monotonic_ns()
-        if self.observer.board.phase is not self._training:
-            self.observer.board.enter(self._training)
-        if self._scaled is not None:
-            loss, scaled = self._scaled
-            self._scaled = None
-            root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
-        if root is not None:
-            self._give_up(self._loss)
-            self._loss = self._values.read(root)
+        try:
+            self.thread = _thread.get_ident()
+            self._ended = 0
+            self._began = self._began or time.monotonic_ns()
+            board = self.observer.board
+            if board.phase is not self._training:
+                board.enter(self._training)
+            if self._scaled is not None:
+                loss, scaled = self._scaled
+                self._scaled = None
+                root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
+            if root is not None:
+                if self._loss is not None:
+                    self._give_up(self._loss)
+                self._loss = self._values.read(root)
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
+            self.observer.failed(error)
 
-    @_noted
     def backward_ends(self) -> None:
         """Backward has returned."""
-        self._micro_step += 1
-        board = self.observer.board
-        if self._patience is None:
-            self.observer.becomes("trainer")
-            self._patience = _PATIENCE if self._finds_optimizer() else 0
-        if self._counted == 0 and self._micro_step > self._patience:
-            self._end_step(None)
-        else:
-            board.micro_step = self._micro_step
-            board.enter(Phase.OPTIMIZER if self._optimizes and self._step > 0 else board.phase)
+        try:
+            self._micro_step += 1
+            board = self.observer.board
+            if self._patience is None:
+                self.observer.becomes("trainer")
+                self._patience = _PATIENCE if self._finds_optimizer() else 0
+            if self._counted == 0 and self._micro_step > self._patience:
+                self._end_step(None)
+            else:
+                board.micro_step = self._micro_step
+                board.enter(Phase.OPTIMIZER if self._optimizes and self._step > 0 else board.phase)
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
+            self.observer.failed(error)
 
     @_noted
-    def clipped(self, norm: Any) -> None:
+    def clipped(self, norm: Any, *_: Any) -> None:
         """The script has computed the norm of the gradients."""
         value = self._values.read(norm)
         if self._samples is not None and self._ended:
@@ -180,14 +187,16 @@ class Steps:
 
     # --- optimizer --------------------------------------------------------------------------------------------
 
-    @_noted
     def optimizer_begins(self) -> None:
         """An optimizer is about to step."""
-        self.thread = _thread.get_ident()
-        self._optimizes = True
-        self._before_optimizer = self.observer.board.phase
-        if self._step > 0:
-            self.observer.board.enter(Phase.OPTIMIZER)
+        try:
+            self.thread = _thread.get_ident()
+            self._optimizes = True
+            self._before_optimizer = self.observer.board.phase
+            if self._step > 0:
+                self.observer.board.enter(Phase.OPTIMIZER)
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
+            self.observer.failed(error)
 
     @_noted
     def closure_begins(self) -> None:
@@ -196,24 +205,27 @@ class Steps:
         self._optimizes = True
         self.observer.board.enter(self._training)
 
-    @_noted
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
-        self._optimizes = False
-        if self._micro_step == self._micro_before and self._makes_state(optimizer):
-            self.observer.board.enter(self._before_optimizer)
-            return
-        fresh = self._micro_step > self._micro_before or id(optimizer) == self._counted or self._micro_step == 0
-        if fresh or self._counted == 0:  # the latter: its backward was counted, since no optimizer was known
-            self._counted = id(optimizer)
-        if not fresh:
-            self.observer.board.enter(self._training)
-            return
-        if self._patience is None:  # gradients came by another way than backward
-            self._patience = _PATIENCE
-            self.observer.becomes("trainer")
-        rate = optimizer.param_groups[0].get("lr")
-        self._end_step(float(rate) if isinstance(rate, (int, float)) else None)  # a tensor may lie on a device
+        try:
+            self._optimizes = False
+            fresh = self._micro_step > self._micro_before
+            if not fresh and self._makes_state(optimizer):
+                self.observer.board.enter(self._before_optimizer)
+                return
+            fresh = fresh or id(optimizer) == self._counted or self._micro_step == 0
+            if fresh or self._counted == 0:  # the latter: its backward was counted, since no optimizer was known
+                self._counted = id(optimizer)
+            if not fresh:
+                self.observer.board.enter(self._training)
+                return
+            if self._patience is None:  # gradients came by another way than backward
+                self._patience = _PATIENCE
+                self.observer.becomes("trainer")
+            rate = optimizer.param_groups[0].get("lr")
+            self._end_step(float(rate) if isinstance(rate, (int, float)) else None)  # a tensor may lie on a device
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
+            self.observer.failed(error)
 
     def _makes_state(self, optimizer: Any) -> bool:
         """Return whether a step without a backward before it was only made for the state of its optimizer.
@@ -238,26 +250,30 @@ class Steps:
             self._training = Phase.FORWARD_BACKWARD
         board.count(step=self._step, micro_step=self._micro_step, phase=self._training)
         micro_steps = self._micro_step - self._micro_before
-        if (samples := self._open_samples()) is not None:
+        memory = _NOT_READ if now < self._memory.next_look else self._memory.look(now)
+        if (samples := self._samples or self._open_samples()) is not None:
             number = samples.write(
                 self._step, micro_steps,
                 loss if type(loss) is float else None, norm if type(norm) is float else None, learning_rate,
-                (now - self._began) / 1e9 if self._began else math.nan, self._waited / 1e9, *self._memory.look(now),
+                (now - self._began) / 1e9 if self._began else math.nan, self._waited / 1e9, *memory,
             )  # fmt: skip
             self._ended = number if micro_steps else 0  # else gradients come without backward
-            for name, value in (("loss", loss), ("grad_norm", norm)):
-                if isinstance(value, OnItsWay):
-                    self._amend(samples, number, name, value)
-            self._complete()
+            if isinstance(loss, OnItsWay):
+                self._amend(samples, number, "loss", loss)
+            if isinstance(norm, OnItsWay):
+                self._amend(samples, number, "grad_norm", norm)
+            if self._on_their_way:
+                self._complete()
         self._began, self._waited, self._micro_before = now, 0, self._micro_step
         self._loss = self._norm = None
-        requested = board.trace_requested()
-        if requested != self._traced or self._tracer is not None:
-            self._trace(requested)
+        if memory is not _NOT_READ or self._tracer is not None:  # whoever asks for a trace has seen memory grow
+            requested = board.trace_requested()
+            if requested != self._traced or self._tracer is not None:
+                self._trace(requested)
 
     def _open_samples(self) -> SampleRing | None:
         """Return the ring of samples; None on a full disk: the steps are counted all the same."""
-        if self._samples is None and not self._cannot_record:
+        if not self._cannot_record:
             try:
                 self._samples = self.observer.samples()
             except OSError as error:

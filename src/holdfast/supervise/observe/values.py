@@ -146,16 +146,15 @@ class MemoryReadings:
     def begin(self) -> None:
         """Begin in this process, which may be a fork."""
         self._statm: int | None = None
-        self._next = self._next_device = 0
+        self.next_look = self._next_device = 0
 
     def look(self, now: int) -> tuple[int, int, int, int]:
         """Return the resident memory, and of all devices what is allocated, reserved, and was allocated at most.
 
-        What was read a short time ago is 0, and so is what the system does not say. `now`: monotonic nanoseconds.
+        What was read a short time ago is 0, and so is what the system does not say. `now`: monotonic nanoseconds,
+        not before `next_look`.
         """
-        if now < self._next:
-            return 0, 0, 0, 0
-        self._next = now + _HOST_NANOSECONDS
+        self.next_look = now + _HOST_NANOSECONDS
         try:
             if self._statm is None:
                 self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

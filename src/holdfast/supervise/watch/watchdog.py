@@ -26,7 +26,8 @@ from holdfast.supervise.watch.limits import HangLimits
 from holdfast.supervise.watch.stacks import Stacks, Subject, Taken
 from holdfast.supervise.watch.watched import Watched, WatchedProcesses
 
-_POLL_SECONDS = 0.05  # of the 0.2 s from limit to notice; a poll costs 30 microseconds for each process that trains
+_POLL_SECONDS = 0.05  # near a limit: of the 0.2 s from limit to notice
+_REST_SECONDS = 0.5  # far from any
 _GAP_SECONDS = (
     5.0  # who was not run for so long was suspended, as were the others: a laptop's lid, a paused container
 )
@@ -75,7 +76,7 @@ class Watchdog:
         """Watch until the event is set: the body of a thread."""
         self._stop = stop
         failures = 0
-        while not stop.wait(_POLL_SECONDS):
+        while not stop.wait(self._pause()):
             try:
                 self.look(self._clock())
                 failures = 0
@@ -88,6 +89,11 @@ class Watchdog:
                     self._say(f"the watchdog has given up, after {failures} failures in a row: {error}"[:300])
                     return
                 stop.wait(1.0)
+
+    def _pause(self) -> float:
+        """Return how long nothing can be overdue, within bounds."""
+        now = self._clock()
+        return max(_POLL_SECONDS, min([_REST_SECONDS, *(process.left(now) for process in self._watched.judged)]))
 
     def look(self, now: float) -> None:
         """Look once at everything, at a time of the clock."""

@@ -91,7 +91,11 @@ class Watched:
 
     def is_overdue(self, now: float) -> bool:
         """Return whether it is time to look closer: over the limit, and again each time that this has doubled."""
-        return self.age(now) > max(self.limit(), self._next_age)
+        return self.left(now) < 0.0
+
+    def left(self, now: float) -> float:
+        """Return how long it may still stand still until it is time to look closer, in seconds."""
+        return max(self.limit(), self._next_age) - self.age(now)
 
     def look_again(self, age: float) -> None:
         """Look closer again only when it has stood still for so long."""

@@ -15,6 +15,7 @@ from holdfast.core.events.process_events import Hang, WatchingFailed
 from holdfast.supervise.watch.limits import HangLimits
 
 _TREND_SECONDS = 10.0  # a slope over minutes is wanted; reading the samples of a run costs some milliseconds
+_FIRST_SECONDS = 1.0  # until there is somebody to watch: a command that is over by then needs none of it
 _JOIN_SECONDS = 5.0  # a dump of stacks may be under way; the thread is a daemon
 
 
@@ -32,15 +33,18 @@ def watching(
     stop = threading.Event()
 
     def watch_progress() -> None:
-        from holdfast.supervise.watch.watchdog import Watchdog  # while the command starts, which does not wait
+        if stop.wait(_FIRST_SECONDS):
+            return
+        from holdfast.supervise.watch.watchdog import Watchdog
 
         Watchdog(run, limits=limits, emit=emit, on_hang=on_hang, say=say, attempt=attempt).run(stop)
 
     def follow_memory() -> None:
-        from holdfast.supervise.watch.trends import Trends
-
-        trends = Trends(run, emit=emit, say=say, attempt=attempt)
+        trends = None
         while not stop.wait(_TREND_SECONDS):
+            from holdfast.supervise.watch.trends import Trends
+
+            trends = trends or Trends(run, emit=emit, say=say, attempt=attempt)
             trends.look()
 
     def guarded(name: str, body: Callable[[], None]) -> None:
