@@ -59,7 +59,10 @@ class EventData(metaclass=_FrozenDataclass):
             KINDS[cls.kind] = cls
 
     def __init__(self, **given: Any) -> None:
-        known = {field.name: field.default for field in fields(self)}
+        known = {
+            each.name: each.default if each.default_factory is MISSING else each.default_factory()
+            for each in fields(self)
+        }
         wrong = [name for name in given if name not in known]
         wrong += [name for name, default in known.items() if default is MISSING and name not in given]
         if wrong:
