@@ -116,13 +116,15 @@ class Diagnosis:
         """
         if self._observer is None:
             return
-        if (notice := self._observer.take_notice()) is not None:
+        if self._observer.samples and (notice := self._observer.take_notice()) is not None:
             self._record.emit(run_events.DiagnosisLimited(why=notice))
         if reason is not None and outcome.provenance is not None and outcome.provenance.origin is not None:
             self._origin = reason
         limit, facts = self._max_grad_norm, outcome.attempt.facts
         clipped_to = limit if limit is not None and facts.total > limit else None
         fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped_to=clipped_to)
+        if not fresh:
+            return
         self._emit(fresh)
         if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
             known = self._observer.findings()

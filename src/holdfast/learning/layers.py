@@ -21,7 +21,7 @@ _WEIGHTS = 1024
 """Weights of a parameter that are compared: each lies in a cache line of its own."""
 _FIRST = 12
 """Compared steps that are the first ones of a parameter."""
-_WINDOW, _WINDOW_VALUES = range(6, 21), 192
+_WINDOW, _WINDOW_VALUES = range(5, 21), 192
 """Examined steps over which a unit is judged: fewer where they hold so many values of it."""
 _MOST_CALLS = 8
 """Calls of one activation in one pass that are looked at: a recurrent loop makes hundreds, much alike."""

@@ -33,7 +33,7 @@ from holdfast.numerics.eager import is_symbolic
 
 _FIRST_WINDOW = 400
 """Steps after which a run is judged as a whole for the first time."""
-SAMPLED, EXAMINED = (8, 12, 50), (6, 40, 100)
+SAMPLED, EXAMINED = (8, 12, 80), (6, 40, 160)
 """Rounds of all optimizers at first, and then one step in so many, before the first window's end and after it.
 
 Of a sampled step losses, their targets and gradients are seen. One that is examined too costs as much as a step of a
@@ -165,7 +165,12 @@ class Observer:
     @property
     def steps(self) -> int:
         """Steps of the optimizer that made most."""
-        return max((each.known.steps for each in self._optimizers.values()), default=0)
+        return max([each.known.steps for each in self._optimizers.values()], default=0)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step that runs is sampled."""
+        return self._sampled
 
     def due(self) -> bool:
         """Return whether the next step is to be sampled."""
@@ -327,12 +332,15 @@ class Observer:
     def _end(self) -> None:
         self._ticks += 1
         sampled, self._sampled, self.mode.loaded = self._sampled, False, False
-        self.hooks.end_step()
-        self._observed += sampled
-        rounds = self._observed / max(1, len(self._optimizers))
         window = self._window_due()
-        if window or (sampled and (rounds in _JUDGED or rounds % _JUDGED_EVERY == 0)):
-            self._judge(windows=window)
+        if sampled:
+            self.hooks.end_step()
+            self._observed += 1
+            rounds = self._observed / max(1, len(self._optimizers))
+            if not window and (rounds in _JUDGED or rounds % _JUDGED_EVERY == 0):
+                self._judge(windows=False)
+        if window:
+            self._judge(windows=True)
 
     def _window_due(self) -> bool:
         steps, total = self.steps, self._facts.total_steps

@@ -52,13 +52,16 @@ class OptimizerObserver:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _learning_rate(self) -> float:
-        return max((float(group["lr"]) for group in self.optimizer.param_groups), default=0.0)
+        return max([float(group["lr"]) for group in self.optimizer.param_groups], default=0.0)
 
     def begin_step(self, *, closure: bool) -> None:
         """Count a step, and read the learning rates (one host sync where they are tensors); every step."""
         facts, lr = self.known, self._learning_rate()
         facts.steps += 1
         facts.closure = facts.closure or closure
+        if lr == facts.lr == facts.largest_lr != 0:
+            facts.zero_lr_steps = facts.low_lr_steps = 0
+            return
         facts.largest_lr = max(facts.largest_lr, min(lr, facts.lr))  # a single step is an accident, or was undone
         facts.zero_lr_steps = facts.zero_lr_steps + 1 if lr <= 1e-7 * facts.largest_lr else 0
         facts.low_lr_steps = facts.low_lr_steps + 1 if lr < 1e-3 * facts.largest_lr else 0

@@ -60,7 +60,7 @@ def test_the_first_rounds_are_observed_and_later_few(players: int) -> None:
     assert set(examined) < set(sampled)
     assert all(later.count(each) == players for each in later)
     assert 0.06 < len(set(later)) / 400 < 0.12
-    assert 20 <= sum(step >= 400 * players for step in sampled) / players <= 50
+    assert 10 <= sum(step >= 400 * players for step in sampled) / players <= 30
     assert len({b - a for a, b in itertools.pairwise(later)}) > 2
 
 

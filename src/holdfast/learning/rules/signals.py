@@ -77,12 +77,12 @@ def _workers_repeat(_: Facts, say: Say, name: str, given: InputFacts) -> Iterato
 
 @checks(rule="H847", tier="window", severity="note", kind="cause", confidence=0.8)
 def _dead_units(facts: Facts, say: Say) -> Iterator[Finding]:
-    dead = {name: min(shares) for name, shares in facts.dead_units.items() if len(shares) >= 3}
+    dead = {name: min(shares) for name, shares in facts.dead_units.items() if len(shares) >= 2}
     bad = {name: share for name, share in dead.items() if share > 0.5}  # catalogue 47
     if bad:
         worst = max(bad, key=lambda name: bad[name])
         severe = bad[worst] > 0.98 or (bad[worst] > 0.7 and progress_of(facts).failing)
-        what = f"{bad[worst]:.0%} of the units of {worst} were not active once in three windows of observed steps"
+        what = f"{bad[worst]:.0%} of the units of {worst} were not active once in several windows of observed steps"
         fix = "lower the learning rate, look at the bias and the scale of the inputs, or use LeakyReLU."
         yield say(what, fix, worst, severity=advice_if(severe))
 
