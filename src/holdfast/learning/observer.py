@@ -39,7 +39,7 @@ SAMPLED, EXAMINED = (8, 12, 80), (6, 40, 160)
 Of a sampled step losses, their targets and gradients are seen. One that is examined too costs as much as a step of a
 tiny model: layers, activations, weights, and what losses are given."""
 _CALLS_PER_STEP = 4
-_JUDGED, _JUDGED_EVERY = (1, 3, 8), 20
+_JUDGED, _JUDGED_EVERY = (1, 3, 8, 10), 20
 """Sampled rounds after which contracts are judged."""
 
 _log = logging.getLogger("holdfast")

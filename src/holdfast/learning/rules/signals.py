@@ -12,6 +12,8 @@ from holdfast.learning.rules.registry import Say, advice_if, checks
 
 _BATCHES, _EXAMINED, _PAIRS = 20, 12, 10
 """Observed batches, those looked at closely, and pairs of them, before something is said about the data."""
+_PLAYED = 30
+"""Losses and gradients of each player before it is said who has won."""
 _FEWEST_UTTERANCES = 8
 
 
@@ -190,18 +192,18 @@ def _player_has_won(facts: Facts, say: Say) -> Iterator[Finding]:
     players = facts.optimizers if facts.objective == "adversarial" else {}
     for winner, won in players.items():
         losses = [loss for _, loss in won.losses]
-        if len(losses) < 60 or not 0 <= middle(losses[-30:]) < 0.02 or losses[0] < 0.1:
+        if len(losses) < _PLAYED or not 0 <= middle(losses[-15:]) < 0.02 or losses[0] < 0.1:
             continue
         for loser, lost in players.items():
             norms, theirs = lost.gradient_norms, [loss for _, loss in lost.losses]
-            if loser == winner or min(len(norms), len(theirs)) < 60:
+            if loser == winner or min(len(norms), len(theirs)) < _PLAYED:
                 continue
-            first, last = middle(theirs[:15]), middle(theirs[-30:])
-            left = middle(norms[-30:]) / middle(norms[:15]) if middle(norms[:15]) else 1.0
+            first, last = middle(theirs[:8]), middle(theirs[-15:])
+            left = middle(norms[-15:]) / middle(norms[:8]) if middle(norms[:8]) else 1.0
             # With the loss that does not saturate the loser's gradient stays, and its loss climbs without an end.
             if left < 0.05 or last > 3 * abs(first):
                 what = (
-                    f"{winner} has won (loss {middle(losses[-30:]):.2g}): {loser}'s loss went from {first:.2g} to "
+                    f"{winner} has won (loss {middle(losses[-15:]):.2g}): {loser}'s loss went from {first:.2g} to "
                     f"{last:.2g}, its gradient to {left:.1%}"
                 )
                 fix = "make the winner weaker or slower: lower learning rate, R1 penalty, label smoothing."
