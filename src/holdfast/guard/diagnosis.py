@@ -116,15 +116,13 @@ class Diagnosis:
         """
         if self._observer is None:
             return
-        if self._observer.samples and (notice := self._observer.take_notice()) is not None:
+        if (notice := self._observer.take_notice()) is not None:
             self._record.emit(run_events.DiagnosisLimited(why=notice))
         if reason is not None and outcome.provenance is not None and outcome.provenance.origin is not None:
             self._origin = reason
         limit, facts = self._max_grad_norm, outcome.attempt.facts
-        clipped_to = limit if limit is not None and facts.total > limit else None
-        fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped_to=clipped_to)
-        if not fresh:
-            return
+        clipped = limit if limit is not None and facts.total > limit else 0.0
+        fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
         self._emit(fresh)
         if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
             known = self._observer.findings()
@@ -177,5 +175,5 @@ class Diagnosis:
 
 def _norms_of(attempt: Attempt) -> dict[int, float]:
     """Return the norm of each gradient before clipping, by the id of its parameter; one host sync."""
-    held = [parameter for group in attempt.groups for parameter in group.parameters]
-    return dict(zip(map(id, held), attempt.norms.tolist(), strict=True))
+    held = (id(parameter) for group in attempt.groups for parameter in group.parameters)
+    return dict(zip(held, attempt.norms.tolist(), strict=True))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-NEVER = 10
-"""Observed steps after which a parameter without a gradient will not get one any more."""
-
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerFacts:
@@ -44,7 +41,7 @@ class OptimizerFacts:
     moved: int = 0  # observed steps that changed a weight
 
     clipped_steps: int = 0  # that the guard has clipped
-    clipped_to: float | None = None
+    clipped_to: float = 0.0
     committed_steps: int = 0
     leaks: int = 0  # steps in a row to whose gradients those of the step before were added
     checked: int = 0  # steps in which gradients were seen to arrive
@@ -65,7 +62,7 @@ class ModelFacts:
     outside_weights: int = 0
     outside_with_gradient: int = 0
     outside_changed: bool = False
-    never_gradient: list[str] = field(default_factory=list)  # the first without a gradient in `NEVER` observed steps
+    never_gradient: list[str] = field(default_factory=list)  # the first without a gradient in 10 steps
     never_gradient_count: int = 0
     never_gradient_weights: int = 0
     never_gradient_first: bool = False

@@ -59,8 +59,7 @@ class FunctionMode(TorchFunctionMode):
         on_weight: Callable[[torch.nn.Parameter], None] = lambda _: None,
     ) -> None:
         super().__init__()
-        self.closely = True
-        """Whether all calls are looked at; else only the values and the targets of losses."""
+        self.closely = True  # else only the values and the targets of losses are looked at
         self.loaded = False
         """Whether a torch loader with workers was asked for a batch to train with, since this was last False."""
         self.in_backward = False
@@ -397,17 +396,11 @@ def _flags_of(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
     rows = _rows(given).float()
     source, dim, clamped = source_of(given)
     lowest, highest = rows.aminmax()
-    none = rows.new_zeros(())
-    sum_errors = log_errors = zeros = bounds = low = high = none
-    if name in _LOGIT_LOSSES:
-        sum_errors, zeros = (rows.sum(-1) - 1).abs().max(), (rows == 0).float().mean()
-    elif name == "nll_loss":
-        log_errors = rows.logsumexp(-1).abs().max()
-    elif name == "binary_cross_entropy":
-        bounds = ((rows <= lowest) | (rows >= highest)).float().mean()
-    if name in _BINARY and target.is_floating_point():
-        low, high = target.detach().float().aminmax()
-    numbers = torch.stack([lowest, highest, sum_errors, log_errors, zeros, bounds, low, high]).tolist()
+    sums, zeros, none = (rows.sum(-1) - 1).abs().max(), (rows == 0).float().mean(), rows.new_zeros(())
+    log_sums = rows.logsumexp(-1).abs().max() if name == "nll_loss" else none
+    bounds = ((rows <= lowest) | (rows >= highest)).float().mean() if name == "binary_cross_entropy" else none
+    low, high = target.detach().float().aminmax() if target.is_floating_point() else (none, none)
+    numbers = torch.stack([lowest, highest, sums, log_sums, zeros, bounds, low, high]).tolist()
     least, most, sum_error, log_error, zero_share, at_bounds, target_low, target_high = numbers
     classes = rows.shape[-1] > 1
     unit = least >= 0 and most <= 1 and rows.numel() >= 16

@@ -53,10 +53,7 @@ class InputObserver:
             self._first_of_step, self._follows, self._step = True, number == self._step + 1, number
 
     def note_arguments(self, tree: Any, *, loaded: bool = True, closely: bool = True) -> None:
-        """Add the arguments of a forward call in training; `loaded`: a loader gave a batch since the last step.
-
-        Unless `closely`, it is only seen whether they are finite and whether they come again.
-        """
+        """Add the arguments of a call in training; `loaded`: new from a loader; `closely`: their values too."""
         facts, found = self._facts, tensors_in(tree)
         facts.calls += 1
         self._varied = False

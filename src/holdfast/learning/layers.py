@@ -14,15 +14,9 @@ from torch import Tensor, nn
 from holdfast.learning.facts import LayerFacts
 from holdfast.learning.measures import dense_gradient, median, norms_of, spread_of
 
-Norms = Mapping[int, float]
-"""Of gradients, by the id of the parameter."""
-
-_WEIGHTS = 1024
-"""Weights of a parameter that are compared: each lies in a cache line of its own."""
-_FIRST = 12
-"""Compared steps that are the first ones of a parameter."""
-_WINDOW, _WINDOW_VALUES = range(5, 21), 192
-"""Examined steps over which a unit is judged: fewer where they hold so many values of it."""
+_WEIGHTS = 1024  # compared of a parameter: each lies in a cache line of its own
+_FIRST = 12  # compared steps that count as the start of training
+_WINDOW, _WINDOW_VALUES = range(5, 21), 192  # steps over which a unit is judged: fewer if they hold so many values
 _MOST_CALLS = 8
 """Calls of one activation in one pass that are looked at: a recurrent loop makes hundreds, much alike."""
 
@@ -46,12 +40,14 @@ class LayerObserver:
         self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     def before_step(
-        self, optimizer: str, parameters: Iterable[nn.Parameter], norms: Norms | None = None, *, weights: bool = True
+        self,
+        optimizer: str,
+        parameters: Iterable[nn.Parameter],
+        norms: Mapping[int, float] | None = None,
+        *,
+        weights: bool = True,
     ) -> Gradients:
-        """Look at the gradients of the step that an optimizer is about to make, and at its weights if wanted.
-
-        `norms` are those of the gradients, if they are known.
-        """
+        """Look at the gradients of the step to come, and at the weights if wanted; `norms`: known ones, by id."""
         moving, gradients = [], []
         self._before.clear()
         for place, parameter in enumerate(parameters):

@@ -13,13 +13,8 @@ _SAMPLE = 4096
 """Elements of a tensor that are copied: 16 KiB a tensor, whatever the model's size."""
 
 
-def sample_of(tensor: Tensor) -> Tensor:
-    """Return a copy of at most 4096 elements, spread over a tensor, shape ``(n,)``."""
-    return spread_of(tensor).clone()
-
-
 def spread_of(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
-    """Return at most so many elements, spread over a tensor, as a view where there can be one."""
+    """Return at most so many elements, spread over a tensor, shape ``(n,)``; a view where there can be one."""
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()

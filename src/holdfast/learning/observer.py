@@ -23,7 +23,7 @@ from holdfast.learning.facts import Facts
 from holdfast.learning.finding import Finding
 from holdfast.learning.functions import FunctionMode, LossPlaces, unscaled
 from holdfast.learning.inputs import InputObserver
-from holdfast.learning.layers import ActivationObserver, LayerObserver, Norms
+from holdfast.learning.layers import ActivationObserver, LayerObserver
 from holdfast.learning.measures import median
 from holdfast.learning.models import ModelObserver
 from holdfast.learning.optimizers import OptimizerObserver, SchedulerObserver, makes_state
@@ -34,13 +34,10 @@ from holdfast.numerics.eager import is_symbolic
 _FIRST_WINDOW = 400
 """Steps after which a run is judged as a whole for the first time."""
 SAMPLED, EXAMINED = (8, 12, 80), (6, 40, 160)
-"""Rounds of all optimizers at first, and then one step in so many, before the first window's end and after it.
-
-Of a sampled step losses, their targets and gradients are seen. One that is examined too costs as much as a step of a
-tiny model: layers, activations, weights, and what losses are given."""
+"""Rounds of all optimizers at first, then one step in so many before the first window's end, and after it. Sampled:
+losses, their targets, gradients; examined too: layers, activations, weights, inputs, what losses are given."""
 _CALLS_PER_STEP = 4
-_JUDGED, _JUDGED_EVERY = (1, 3, 8, 10), 20
-"""Sampled rounds after which contracts are judged."""
+_JUDGED, _JUDGED_EVERY = (1, 3, 8, 10), 20  # sampled rounds
 
 _log = logging.getLogger("holdfast")
 _Rest = ParamSpec("_Rest")
@@ -147,7 +144,7 @@ class Observer:
     def _hook_modules(self) -> Iterator[RemovableHandle]:
         if self._guided:
             yield from self._hook_inputs()
-        for name, model in self._models.items():
+        for name, model in self._models.items() if self.mode.closely else ():
             yield model.module.register_forward_hook(Hook(partial(self._answered, name)))
             for path, module in model.module.named_modules():
                 if path:
@@ -166,11 +163,6 @@ class Observer:
     def steps(self) -> int:
         """Steps of the optimizer that made most."""
         return max([each.known.steps for each in self._optimizers.values()], default=0)
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step that runs is sampled."""
-        return self._sampled
 
     def due(self) -> bool:
         """Return whether the next step is to be sampled."""
@@ -204,9 +196,7 @@ class Observer:
         self.mode.closely = is_sampled(self._ticks, len(self._optimizers), EXAMINED)
         if self.mode.closely:
             self._owned = set().union(*self._ids())
-            self.hooks.begin_step(self._hook_modules())
-        elif self._guided:
-            self.hooks.begin_step(self._hook_inputs())
+        self.hooks.begin_step(self._hook_modules())
 
     def _begin_pass(self) -> None:
         self._losses.begin_pass()
@@ -274,11 +264,10 @@ class Observer:
             self.after_step(name)
 
     @_harmless
-    def before_step(self, name: str, *, closure: bool = False, norms: Callable[[], Norms] | None = None) -> None:
-        """Take in that an optimizer is about to step; called by torch's hook, or by whoever guides the observer.
-
-        `norms` gives those of the gradients before clipping, where the caller knows them.
-        """
+    def before_step(
+        self, name: str, *, closure: bool = False, norms: Callable[[], Mapping[int, float]] | None = None
+    ) -> None:
+        """Take in that an optimizer is about to step; `norms` gives those of unclipped gradients, where known."""
         each = self._optimizers[name]
         each.begin_step(closure=closure)
         for scheduler in self._schedulers.values():
@@ -304,12 +293,7 @@ class Observer:
         each.end_step(moved=moved, has_loss=self._guided)
 
     def end_step(
-        self,
-        loss: float | None = None,
-        names: Sequence[str] = (),
-        *,
-        committed: bool = True,
-        clipped_to: float | None = None,
+        self, loss: float | None = None, names: Sequence[str] = (), *, committed: bool = True, clipped: float = 0.0
     ) -> list[Finding]:
         """End a step, and return what is found for the first time.
 
@@ -317,14 +301,14 @@ class Observer:
             loss: Mean loss of the step, where the caller knows it.
             names: The optimizers whose step and loss it was; none: all.
             committed: Whether the weights were changed.
-            clipped_to: The norm that the gradient was scaled down to, if it was.
+            clipped: The norm that the gradient was scaled down to; 0: it was not.
         """
         for name, each in self._optimizers.items():
             if names and name not in names:
                 continue
             if loss is not None:
                 each.add_loss(loss)
-            each.note_outcome(committed=committed, clipped_to=clipped_to)
+            each.note_outcome(committed=committed, clipped=clipped)
         self._end()
         return self.take_fresh()
 
@@ -332,15 +316,12 @@ class Observer:
     def _end(self) -> None:
         self._ticks += 1
         sampled, self._sampled, self.mode.loaded = self._sampled, False, False
+        self.hooks.end_step()
+        self._observed += sampled
+        rounds = self._observed / max(1, len(self._optimizers))
         window = self._window_due()
-        if sampled:
-            self.hooks.end_step()
-            self._observed += 1
-            rounds = self._observed / max(1, len(self._optimizers))
-            if not window and (rounds in _JUDGED or rounds % _JUDGED_EVERY == 0):
-                self._judge(windows=False)
-        if window:
-            self._judge(windows=True)
+        if window or (sampled and (rounds in _JUDGED or rounds % _JUDGED_EVERY == 0)):
+            self._judge(windows=window)
 
     def _window_due(self) -> bool:
         steps, total = self.steps, self._facts.total_steps

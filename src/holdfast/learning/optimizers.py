@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.learning.eager_hooks import remove_all
 from holdfast.learning.facts import OptimizerFacts, SchedulerFacts
 from holdfast.learning.layers import Gradients
-from holdfast.learning.measures import append_newest, dense_gradient, median, norms_of, sample_of
+from holdfast.learning.measures import append_newest, dense_gradient, median, norms_of, spread_of
 from holdfast.numerics.eager import is_symbolic
 
 START_ROUNDS = 8
@@ -59,9 +59,6 @@ class OptimizerObserver:
         facts, lr = self.known, self._learning_rate()
         facts.steps += 1
         facts.closure = facts.closure or closure
-        if lr == facts.lr == facts.largest_lr != 0:
-            facts.zero_lr_steps = facts.low_lr_steps = 0
-            return
         facts.largest_lr = max(facts.largest_lr, min(lr, facts.lr))  # a single step is an accident, or was undone
         facts.zero_lr_steps = facts.zero_lr_steps + 1 if lr <= 1e-7 * facts.largest_lr else 0
         facts.low_lr_steps = facts.low_lr_steps + 1 if lr < 1e-3 * facts.largest_lr else 0
@@ -119,11 +116,11 @@ class OptimizerObserver:
         if len(facts.losses) > _MOST_LOSSES:
             facts.losses, self._stride = facts.losses[::2], self._stride * 2
 
-    def note_outcome(self, *, committed: bool, clipped_to: float | None) -> None:
+    def note_outcome(self, *, committed: bool, clipped: float) -> None:
         """Add what became of a step whose owner knows it."""
         self.known.committed_steps += committed
-        self.known.clipped_steps += clipped_to is not None
-        self.known.clipped_to = clipped_to or self.known.clipped_to
+        self.known.clipped_steps += clipped > 0
+        self.known.clipped_to = clipped or self.known.clipped_to
 
     def facts(self, owned: set[int], *, windows: bool = True) -> OptimizerFacts:
         """Return what is known, given the ids of the models' parameters; without `windows` only for contracts."""
@@ -145,7 +142,7 @@ class OptimizerObserver:
     def _nonfinite_state(self) -> list[str]:
         """Return which entries of the optimizer's state, such as ``exp_avg``, hold NaN or Inf."""
         found = [
-            (key, sample_of(value))
+            (key, spread_of(value))
             for state in self.optimizer.state.values()
             for key, value in state.items()
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()

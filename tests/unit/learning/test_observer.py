@@ -56,7 +56,6 @@ def test_the_first_rounds_are_observed_and_later_few(players: int) -> None:
     examined = [step for step in range(2000 * players) if is_sampled(step, players, EXAMINED)]
     later = [step // players for step in sampled if 8 * players <= step < 400 * players]
     assert sampled[: 8 * players] == list(range(8 * players))
-    assert examined[: 6 * players] == list(range(6 * players))
     assert set(examined) < set(sampled)
     assert all(later.count(each) == players for each in later)
     assert 0.06 < len(set(later)) / 400 < 0.12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.learning.facts import NEVER, Facts, OptimizerFacts, SchedulerFacts
+from holdfast.learning.facts import Facts, OptimizerFacts, SchedulerFacts
 from holdfast.learning.finding import Finding
 from holdfast.learning.rules.registry import Say, checks
 
@@ -88,7 +88,7 @@ def _parameter_without_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
             continue
         share = model.never_gradient_weights / max(1, model.weights)
         named = ", ".join(model.never_gradient)
-        what = f"{count} parameter(s), {share:.0%} of the weights, got no gradient in {NEVER} observed steps: {named}"
+        what = f"{count} parameter(s), {share:.0%} of the weights, got no gradient in all observed steps: {named}"
         fix = (
             "look for .detach(), .item(), argmax, no_grad or a new tensor between them and the loss; or pass "
             "frozen= if they are meant not to learn."

@@ -233,7 +233,7 @@ def _overfitting(facts: Facts, say: Say) -> Iterator[Finding]:
 
 @checks(rule="H818", tier="window", severity="note", kind="cause", confidence=0.5, each="optimizers")
 def _always_clipped(facts: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
-    if optimizer.clipped_to is not None:  # the guard clips, and counts
+    if optimizer.clipped_to:  # the guard clips, and counts
         limit, at_limit = optimizer.clipped_to, optimizer.clipped_steps / max(1, optimizer.committed_steps)
         seen = optimizer.committed_steps
     else:

@@ -12,9 +12,7 @@ from holdfast.learning.rules.registry import Say, advice_if, checks
 
 _BATCHES, _EXAMINED, _PAIRS = 20, 12, 10
 """Observed batches, those looked at closely, and pairs of them, before something is said about the data."""
-_PLAYED = 30
-"""Losses and gradients of each player before it is said who has won."""
-_FEWEST_UTTERANCES = 8
+_FEWEST_UTTERANCES, _PLAYED = 8, 30  # the latter: losses and gradients of each player
 
 
 @checks(rule="H830", tier="window", severity="advice", kind="symptom", confidence=0.85, each="inputs")
