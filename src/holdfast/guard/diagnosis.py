@@ -21,7 +21,7 @@ from holdfast.learning.inputs import tensors_in
 from holdfast.learning.observer import Observer
 
 if TYPE_CHECKING:
-    from holdfast.guard.result import Outcome
+    from holdfast.guard.result import Attempt, Outcome
 
 _NO_PROGRESS = ("H826", "H828", "H832")
 _WRECKED = {"H801", "H802", "H825", "H826", "H847"}
@@ -96,10 +96,10 @@ class Diagnosis:
         """Return the context of a forward and backward pass."""
         return contextlib.nullcontext() if self._observer is None else self._observer.begin_step()
 
-    def before_step(self, name: str) -> None:
-        """Take in that an optimizer is about to step."""
+    def before_step(self, name: str, attempt: Attempt) -> None:
+        """Take in that an optimizer is about to step, with the gradients of an attempt."""
         if self._observer is not None:
-            self._observer.before_step(name)
+            self._observer.before_step(name, norms=lambda: _norms_of(attempt))
 
     def after_step(self, name: str) -> None:
         """Take in that an optimizer has stepped."""
@@ -121,7 +121,7 @@ class Diagnosis:
         if reason is not None and outcome.provenance is not None and outcome.provenance.origin is not None:
             self._origin = reason
         limit, facts = self._max_grad_norm, outcome.attempt.facts
-        clipped = limit is not None and facts.total > limit
+        clipped = limit if limit is not None and facts.total > limit else 0.0
         fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
         self._emit(fresh)
         if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
@@ -171,3 +171,9 @@ class Diagnosis:
         """Continue from the past of a run."""
         if self._observer is not None and state is not None:
             self._observer.load_state_dict(state)
+
+
+def _norms_of(attempt: Attempt) -> dict[int, float]:
+    """Return the norm of each gradient before clipping, by the id of its parameter; one host sync."""
+    held = (id(parameter) for group in attempt.groups for parameter in group.parameters)
+    return dict(zip(held, attempt.norms.tolist(), strict=True))

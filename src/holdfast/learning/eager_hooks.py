@@ -54,11 +54,6 @@ class EagerHooks:
         self._lost = self._lost or anything_compiled()
         return self._lost
 
-    @property
-    def in_step(self) -> bool:
-        """Whether there are hooks for the step that runs."""
-        return bool(self._of_step)
-
     def keep(self, hooks: Iterable[RemovableHandle]) -> None:
         """Make these hooks (lazily: none if all is lost) and keep them until `close`."""
         self._make(hooks, self._kept)

@@ -40,10 +40,12 @@ class OptimizerFacts:
     nonfinite_state: list[str] = field(default_factory=list)
     moved: int = 0  # observed steps that changed a weight
 
-    clipped_steps: int = 0
+    clipped_steps: int = 0  # that the guard has clipped
+    clipped_to: float = 0.0
     committed_steps: int = 0
     leaks: int = 0  # steps in a row to whose gradients those of the step before were added
-    clean_starts: int = 0
+    checked: int = 0  # steps in which gradients were seen to arrive
+    clean_starts: int = 0  # of these
     reversed: int = 0  # steps whose gradient was turned round after backward
     zeroed: int = 0
     scaled: float | None = None  # usual factor by which a gradient was scaled after backward
@@ -60,7 +62,7 @@ class ModelFacts:
     outside_weights: int = 0
     outside_with_gradient: int = 0
     outside_changed: bool = False
-    never_gradient: list[str] = field(default_factory=list)  # the first without a gradient in 30 steps
+    never_gradient: list[str] = field(default_factory=list)  # the first without a gradient in 10 steps
     never_gradient_count: int = 0
     never_gradient_weights: int = 0
     never_gradient_first: bool = False
@@ -100,7 +102,8 @@ class LayerFacts:
     steps: int = 0
     with_gradient: int = 0
     zero_gradient: int = 0
-    unmoved: int = 0  # with a gradient, and no sampled element changed
+    compared: int = 0  # with a gradient, and the weights looked at before and after
+    unmoved: int = 0  # of these, no sampled element changed
     nonfinite: bool = False
     ratio: float | None = None  # usual length of a step relative to the length of the parameter
     largest_ratio: float | None = None  # in the first steps
@@ -115,7 +118,8 @@ class LossFacts:
 
     function: str = ""
     calls: int = 0
-    flags: dict[str, int] = field(default_factory=dict)  # calls in which something was so, such as "softmax_input"
+    examined: int = 0  # calls whose arguments were looked at
+    flags: dict[str, int] = field(default_factory=dict)  # of these, in which something was so: "softmax_input"
     shapes: str = ""  # that were broadcast
     first: float | None = None
     values: list[float] = field(default_factory=list)
@@ -130,11 +134,11 @@ class LossFacts:
 
     def always(self, flag: str, fewest: int = 3) -> bool:
         """Return whether a flag was seen in practically all calls, and those were enough: catalogue 38."""
-        return self.calls >= fewest and self.flags.get(flag, 0) >= 0.9 * self.calls
+        return self.examined >= fewest and self.flags.get(flag, 0) >= 0.9 * self.examined
 
     def mostly(self, flag: str) -> bool:
         """Return whether a flag was seen in more than half of enough calls."""
-        return self.calls >= 3 and self.flags.get(flag, 0) > 0.5 * self.calls
+        return self.examined >= 3 and self.flags.get(flag, 0) > 0.5 * self.examined
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,7 +153,8 @@ class InputFacts:
     longest_repeat: int = 0
     compared_pairs: int = 0  # batches of a loader, each with the one before it
     repeated_pairs: int = 0
-    constant: int = 0  # batches without difference between samples
+    examined: int = 0  # calls whose values were looked at
+    constant: int = 0  # of these, batches without difference between samples
     flat: int = 0  # batches that hold one value only
     nonfinite: int = 0
     largest: float | None = None  # usual largest magnitude
@@ -175,7 +180,7 @@ class Facts:
     layers: dict[str, LayerFacts] = field(default_factory=dict)
     losses: dict[str, LossFacts] = field(default_factory=dict)
     inputs: dict[str, InputFacts] = field(default_factory=dict)
-    dead_units: dict[str, list[float]] = field(default_factory=dict)  # shares in windows of 20 steps, by rectifier
+    dead_units: dict[str, list[float]] = field(default_factory=dict)  # shares in windows of steps, by rectifier
     saturated: dict[str, float] = field(default_factory=dict)  # usual share at the bounds, by tanh or sigmoid
     validations: list[tuple[int, float | None, float]] = field(default_factory=list)  # step, training loss, loss
     alignment: dict[str, float] | None = None  # of a speech synthesiser's attention

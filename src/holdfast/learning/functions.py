@@ -59,6 +59,7 @@ class FunctionMode(TorchFunctionMode):
         on_weight: Callable[[torch.nn.Parameter], None] = lambda _: None,
     ) -> None:
         super().__init__()
+        self.closely = True  # else only the values and the targets of losses are looked at
         self.loaded = False
         """Whether a torch loader with workers was asked for a batch to train with, since this was last False."""
         self.in_backward = False
@@ -83,7 +84,8 @@ class FunctionMode(TorchFunctionMode):
                 self.in_backward = False
         result = func(*args, **kwargs)
         if torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad:
-            self._look(name, args, kwargs, result)
+            if self.closely or name in _WITH_TARGET:
+                self._look(name, args, kwargs, result)
         # Each batch of a torch loader is a range of the profiler, which carries the name of its class.
         elif name == "_record_function_enter_new" and "#_MultiProcessing" in str(args[0]):
             self.loaded = self.loaded or torch.is_grad_enabled()
@@ -117,20 +119,20 @@ class FunctionMode(TorchFunctionMode):
         given, target = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "target")
         if not (isinstance(given, Tensor) and isinstance(target, Tensor) and given.numel() and target.numel()):
             return
-        place, reduction = self._places.enter(name), kwargs.get("reduction", "mean")
+        place, reduction = self._places.enter(name, closely=self.closely), kwargs.get("reduction", "mean")
         with torch.no_grad():
-            if given.requires_grad and given.is_floating_point():
+            if self.closely and given.requires_grad and given.is_floating_point():
                 place.note(_flags_of(name, given, target))
-            if name in _REGRESSION and _pairs_all(given.shape, target.shape):
+            if self.closely and name in _REGRESSION and _pairs_all(given.shape, target.shape):
                 place.note({"broadcast": True}, shapes=f"{tuple(given.shape)} and {tuple(target.shape)}")
             plain = kwargs.get("weight") is None and not kwargs.get("label_smoothing")
             plain = plain and kwargs.get("pos_weight") is None and not (len(args) > 2 and args[2] is not None)
             place.note_targets(target, ignored=kwargs.get("ignore_index", -100))
-            value = result.detach().float()
+            value = float(result.detach() if result.dim() == 0 else result.detach().float().mean())
             items = max(1, target.numel() if name in _CLASS_LOSSES else given.numel())
-            value = value / items if reduction == "sum" else value.mean()
-            place.note_value(float(value), comparable=plain and kwargs.get("beta", 1.0) == 1.0)
-        if name != "kl_div" and reduction != "none":
+            value = value / items if reduction == "sum" else value
+            place.note_value(value, comparable=plain and kwargs.get("beta", 1.0) == 1.0)
+        if self.closely and name != "kl_div" and reduction != "none":
             # Seen when backward comes by: the sign with which the loss enters the whole.
             result.register_hook(lambda gradient: place.note_sign(float(gradient)))  # type: ignore[no-untyped-call]
 
@@ -214,10 +216,10 @@ class LossObserver:
         """Add the targets of a call to what the best constant is computed from."""
         if self._function in _CLASS_LOSSES and not target.is_floating_point():
             labels = target.detach().reshape(-1)[:_MOST_LABELS]
-            counted = Counter(labels[labels != ignored].tolist())
-            self._labels.update(counted)
+            seen = [label for label in labels.tolist() if label != ignored]
+            self._labels.update(seen)
             if target.dim() == 1:
-                append_newest(self._distinct, (len(counted), sum(counted.values())))
+                append_newest(self._distinct, (len(set(seen)), len(seen)))
         elif target.dtype.is_complex or self._function == "kl_div" or self._function in _CLASS_LOSSES:
             self._comparable = False
         else:
@@ -314,18 +316,19 @@ class LossPlaces:
         """Start to count the calls of a pass anew."""
         self._in_pass.clear()
 
-    def enter(self, function: str) -> LossObserver:
-        """Return the place of this call and count it."""
+    def enter(self, function: str, *, closely: bool = True) -> LossObserver:
+        """Return the place of this call and count it; `closely`: its arguments are looked at."""
         self._in_pass[function] += 1
         # A loss over a varying number of parts shares its last place, so that places stay few.
         key = f"{function}#{min(self._in_pass[function], 8)}"
         place = self._places.setdefault(key, LossObserver(function))
         place.known.calls += 1
+        place.known.examined += closely
         return place
 
-    def facts(self) -> dict[str, LossFacts]:
-        """Return what was seen by place."""
-        return {key: place.facts() for key, place in self._places.items()}
+    def facts(self, *, windows: bool = True) -> dict[str, LossFacts]:
+        """Return what was seen by place; without `windows` only what was counted."""
+        return {key: place.facts() if windows else place.known for key, place in self._places.items()}
 
 
 def source_of(tensor: Tensor) -> tuple[str, int | None, bool]:
@@ -392,13 +395,12 @@ def _flags_of(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
     """Return what can be said for sure about the first argument of a loss function, one host sync."""
     rows = _rows(given).float()
     source, dim, clamped = source_of(given)
-    sums = rows.sum(-1)
-    log_sums, zeros = rows.logsumexp(-1), (rows == 0).float().mean()
-    bounds = ((rows <= rows.min()) | (rows >= rows.max())).float().mean()
-    low, high = target.detach().float().aminmax() if target.is_floating_point() else (rows.new_zeros(()),) * 2
-    numbers = torch.stack(
-        [rows.min(), rows.max(), (sums - 1).abs().max(), log_sums.abs().max(), zeros, bounds, low, high]
-    ).tolist()
+    lowest, highest = rows.aminmax()
+    sums, zeros, none = (rows.sum(-1) - 1).abs().max(), (rows == 0).float().mean(), rows.new_zeros(())
+    log_sums = rows.logsumexp(-1).abs().max() if name == "nll_loss" else none
+    bounds = ((rows <= lowest) | (rows >= highest)).float().mean() if name == "binary_cross_entropy" else none
+    low, high = target.detach().float().aminmax() if target.is_floating_point() else (none, none)
+    numbers = torch.stack([lowest, highest, sums, log_sums, zeros, bounds, low, high]).tolist()
     least, most, sum_error, log_error, zero_share, at_bounds, target_low, target_high = numbers
     classes = rows.shape[-1] > 1
     unit = least >= 0 and most <= 1 and rows.numel() >= 16
@@ -421,7 +423,7 @@ def _flags_of(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
         found["clamped_scores"] = clamped and source not in ("Sigmoid", "Softmax", "") and at_bounds > 0.2
     if name in _REGRESSION:
         found |= _beyond_reach(given, target)
-    if name.startswith("binary") and target.is_floating_point():
+    if name in _BINARY and target.is_floating_point():
         found["target_out_of_range"] = target_low < 0 or target_high > 1
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from holdfast.learning.facts import InputFacts
-from holdfast.learning.measures import append_newest, median, sample_of
+from holdfast.learning.measures import append_newest, median, spread_of
 
 _MOST_TENSORS = 8
 _KEPT = 400
@@ -29,7 +29,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def fingerprint(tensor: Tensor) -> int:
     """Return a checksum of the shape and of at most 4096 elements, equal for equal contents; one host sync."""
-    raw = sample_of(tensor).cpu().contiguous()
+    raw = spread_of(tensor).cpu().contiguous()
     return zlib.crc32(raw.view(torch.uint8).numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode()))
 
 
@@ -52,8 +52,8 @@ class InputObserver:
         if number != self._step:
             self._first_of_step, self._follows, self._step = True, number == self._step + 1, number
 
-    def note_arguments(self, tree: Any, *, loaded: bool = True) -> None:
-        """Add the arguments of a forward call in training; `loaded`: a loader gave a batch since the last step."""
+    def note_arguments(self, tree: Any, *, loaded: bool = True, closely: bool = True) -> None:
+        """Add the arguments of a call in training; `loaded`: new from a loader; `closely`: their values too."""
         facts, found = self._facts, tensors_in(tree)
         facts.calls += 1
         self._varied = False
@@ -66,22 +66,22 @@ class InputObserver:
             seen = hash(tuple(fingerprint(tensor) for tensor in found))
             append_newest(self._prints, (seen, loaded, self._follows))
             self._first_of_step = False
+        real = [t.detach() for t in found if t.is_floating_point() and not t.requires_grad]
+        # Minus infinity is what masks are made of; NaN and plus infinity are not.
+        facts.nonfinite += any(
+            not math.isfinite(float(t.sum())) and bool((t.isnan() | (t == math.inf)).any()) for t in real
+        )
+        if not closely:
+            return
+        facts.examined += 1
         rows = [t for t in found if t.dim() >= 1 and t.shape[0] == facts.batch > 1]
         self._varied = any(not _rows_equal(t) for t in rows)
         facts.constant += bool(rows) and not self._varied and all(t.dim() >= 2 for t in rows)
-        self._note_scale([t.detach() for t in found if t.is_floating_point() and not t.requires_grad])
+        if real:
+            self._note_scale(spread_of(max(real, key=Tensor.numel), 1024).double())
 
-    def _note_scale(self, real: list[Tensor]) -> None:
-        if not real:
-            return
-        samples = [sample_of(t).double() for t in real]
-        numbers = torch.stack([torch.stack([x.mean(), x.std(correction=0), x.abs().max()]) for x in samples]).tolist()
-        # Minus infinity is what masks are made of; NaN and plus infinity are not.
-        self._facts.nonfinite += any(
-            not math.isfinite(most) and bool((t.isnan() | (t == math.inf)).any())
-            for (_, _, most), t in zip(numbers, real, strict=True)
-        )
-        mean, spread, most = numbers[max(range(len(real)), key=lambda i: real[i].numel())]
+    def _note_scale(self, sample: Tensor) -> None:
+        mean, spread, most = torch.stack([sample.mean(), sample.std(correction=0), sample.abs().max()]).tolist()
         self._facts.flat += spread == 0
         append_newest(self._scales, most)
         append_newest(self._offsets, abs(mean) / spread if spread > 0 else math.inf)
@@ -97,9 +97,11 @@ class InputObserver:
             self._facts.answers += 1
             self._facts.same_answers += all(_rows_equal(t, 1e-6) for t in answers)
 
-    def facts(self) -> InputFacts:
-        """Return what was seen."""
+    def facts(self, *, windows: bool = True) -> InputFacts:
+        """Return what was seen; without `windows` only what was counted."""
         facts, prints = self._facts, [seen for seen, _, _ in self._prints]
+        if not windows:
+            return facts
         last: int | None = None
         compared: list[bool] = []  # a batch of a loader with that before it, where no step between was left out
         for seen, loaded, follows in self._prints:
@@ -117,6 +119,6 @@ class InputObserver:
 def _rows_equal(tensor: Tensor, relative: float = 0.0) -> bool:
     rows = tensor.detach()[:64].reshape(min(64, tensor.shape[0]), -1)[:, :_KEPT]
     if relative == 0.0:
-        return bool((rows == rows[:1]).all())
+        return torch.equal(rows[0], rows[-1]) and bool((rows == rows[:1]).all())
     rows = rows.float()
     return bool((rows - rows[:1]).abs().max() <= relative * (rows.abs().max() + 1e-12))

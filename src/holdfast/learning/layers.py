@@ -12,8 +12,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from holdfast.learning.facts import LayerFacts
-from holdfast.learning.measures import dense_gradient, median, norms_of, sample_of
+from holdfast.learning.measures import dense_gradient, median, norms_of, spread_of
 
+_WEIGHTS = 1024  # compared of a parameter: each lies in a cache line of its own
+_FIRST = 12  # compared steps that count as the start of training
+_WINDOW, _WINDOW_VALUES = range(5, 21), 192  # steps over which a unit is judged: fewer if they hold so many values
 _MOST_CALLS = 8
 """Calls of one activation in one pass that are looked at: a recurrent loop makes hundreds, much alike."""
 
@@ -36,8 +39,15 @@ class LayerObserver:
         self._gradient_rms: dict[str, list[float]] = {}
         self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
-    def before_step(self, optimizer: str, parameters: Iterable[nn.Parameter]) -> Gradients:
-        """Look at the gradients of the step that an optimizer is about to make."""
+    def before_step(
+        self,
+        optimizer: str,
+        parameters: Iterable[nn.Parameter],
+        norms: Mapping[int, float] | None = None,
+        *,
+        weights: bool = True,
+    ) -> Gradients:
+        """Look at the gradients of the step to come, and at the weights if wanted; `norms`: known ones, by id."""
         moving, gradients = [], []
         self._before.clear()
         for place, parameter in enumerate(parameters):
@@ -47,48 +57,49 @@ class LayerObserver:
             gradient = dense_gradient(parameter)
             if gradient is None or parameter.is_meta or not (parameter.is_floating_point() and gradient.numel()):
                 continue
-            moving.append((name, layer))
+            moving.append((name, layer, parameter))
             gradients.append(gradient)
-            self._before[name] = parameter, sample_of(parameter)
-        norms = norms_of([*gradients, *(parameter.detach() for parameter, _ in self._before.values())])
+        known = [norms[id(p)] for _, _, p in moving if id(p) in norms] if norms else []
+        lengths = known if len(known) == len(moving) else norms_of(gradients)
         nonfinite = []
-        for (name, layer), gradient, norm, weight in zip(
-            moving, gradients, norms, norms[len(moving) :], strict=False
-        ):
+        for (name, layer, _), gradient, norm in zip(moving, gradients, lengths, strict=True):
             layer.with_gradient += 1
             layer.zero_gradient += norm == 0
             _keep(self._gradient_rms, name, norm / math.sqrt(gradient.numel()))
-            layer.last_weight_rms = weight / math.sqrt(max(1, layer.elements))
-            if layer.first_weight_rms is None:
-                layer.first_weight_rms = layer.last_weight_rms
             # The square of a finite gradient of 1e20 is not finite: look again.
             if not (math.isfinite(norm) or bool(gradient.isfinite().all())):
                 nonfinite.append(name)
-        return Gradients(len(moving), math.hypot(*norms[: len(moving)]) if moving else 0.0, nonfinite[:5])
+        if weights or nonfinite:
+            self._before = {name: (p, spread_of(p, _WEIGHTS).clone()) for name, _, p in moving}
+        return Gradients(len(moving), math.hypot(*lengths), nonfinite[:5])
 
     def after_step(self) -> bool:
         """Compare the weights with those before the step; return whether anything moved."""
         names = list(self._before)
-        now = [sample_of(parameter) for parameter, _ in self._before.values()]
         then = [sample for _, sample in self._before.values()]
-        self._before.clear()
-        norms = norms_of([*(a - b for a, b in zip(now, then, strict=True)), *then])
+        steps = [spread_of(parameter, _WEIGHTS) - sample for parameter, sample in self._before.values()]
+        self._before = {}
+        norms = norms_of([*steps, *then])
         moved = False
-        for name, step, weight in zip(names, norms, norms[len(names) :], strict=False):
+        for name, sample, step, weight in zip(names, then, norms, norms[len(names) :], strict=False):
             layer = self._layers[name]
+            layer.compared += 1
             layer.unmoved += step == 0
             moved = moved or step != 0
+            layer.last_weight_rms = weight / math.sqrt(sample.numel())
+            if layer.first_weight_rms is None:
+                layer.first_weight_rms = layer.last_weight_rms
             if not math.isfinite(step):
                 layer.nonfinite = True
             elif weight > 0:
                 _keep(self._ratios, name, step / weight)
         return moved
 
-    def facts(self) -> dict[str, LayerFacts]:
-        """Return what was seen by parameter, in the order of the model."""
-        for name, layer in self._layers.items():
+    def facts(self, *, windows: bool = True) -> dict[str, LayerFacts]:
+        """Return what was seen by parameter, in the order of the model; medians as they were without `windows`."""
+        for name, layer in self._layers.items() if windows else ():
             ratios = self._ratios.get(name, [])
-            layer.ratio, layer.largest_ratio = median(ratios), max(ratios[:30], default=None)
+            layer.ratio, layer.largest_ratio = median(ratios), max(ratios[:_FIRST], default=None)
             layer.gradient_rms = median(self._gradient_rms.get(name, []))
         return dict(self._layers)
 
@@ -106,7 +117,7 @@ class ActivationObserver:
 
     def __init__(self) -> None:
         self._saturated: dict[str, list[float]] = {}
-        self._alive: dict[str, tuple[int, Tensor]] = {}  # steps of the window, units that were active in it
+        self._alive: dict[str, tuple[int, int, Tensor]] = {}  # steps and values of the window, units active in it
         self._dead: dict[str, list[float]] = {}
         self._in_step: dict[str, int] = {}
 
@@ -135,16 +146,18 @@ class ActivationObserver:
     def _note_rectifier(self, key: str, output: Tensor) -> None:
         axis = 1 if output.dim() in (2, 4, 5) else output.dim() - 1
         alive = output.detach().amax([other for other in range(output.dim()) if other != axis]) > 0
-        steps, known = self._alive.get(key, (0, alive))
+        steps, values, known = self._alive.get(key, (0, 0, alive))
         if known.shape != alive.shape:
             return
-        self._alive[key] = steps + 1, known | alive
-        if steps + 1 == 20:
-            self._dead.setdefault(key, []).append(1 - float(self._alive.pop(key)[1].float().mean()))
+        steps, values, known = steps + 1, values + output.numel() // alive.numel(), known | alive
+        self._alive[key] = steps, values, known
+        if steps in _WINDOW and (values >= _WINDOW_VALUES or steps == _WINDOW[-1]):
+            del self._alive[key]
+            self._dead.setdefault(key, []).append(1 - float(known.float().mean()))
             del self._dead[key][:-3]
 
     def dead(self) -> dict[str, list[float]]:
-        """Return the share of dead units in the last three windows of 20 steps, by rectifier."""
+        """Return the share of dead units in the last three windows, by rectifier."""
         return {key: list(shares) for key, shares in self._dead.items()}
 
     def saturated(self) -> dict[str, float]:

@@ -13,12 +13,16 @@ _SAMPLE = 4096
 """Elements of a tensor that are copied: 16 KiB a tensor, whatever the model's size."""
 
 
-def sample_of(tensor: Tensor) -> Tensor:
-    """Return a copy of at most 4096 elements, spread over a tensor, shape ``(n,)``."""
+def spread_of(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
+    """Return at most so many elements, spread over a tensor, shape ``(n,)``; a view where there can be one."""
+    tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()[:_SAMPLE]
-    return flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].clone()
+    if not tensor.is_contiguous():
+        return tensor.flatten()[:most]
+    flat = tensor.view(-1)
+    size = flat.numel()
+    return flat if size <= most else flat[:: size // most][:most]
 
 
 def dense_gradient(parameter: Tensor) -> Tensor | None:
@@ -31,13 +35,13 @@ def dense_gradient(parameter: Tensor) -> Tensor | None:
 
 def norms_of(tensors: Iterable[Tensor], order: float = 2) -> list[float]:
     """Return the norm of each tensor, computed in at least fp32; one host sync."""
-    each = [
-        torch.linalg.vector_norm(
-            t, order, dtype=None if t.dtype == torch.float64 or t.is_complex() else torch.float32
-        )
-        for t in tensors
-    ]
-    return torch.stack([norm.double().cpu() for norm in each]).tolist() if each else []
+    given = list(tensors)
+    if all(t.dtype == torch.float32 for t in given):
+        each = list(torch._foreach_norm(given, order)) if given else []
+    else:
+        wide = [None if t.dtype == torch.float64 or t.is_complex() else torch.float32 for t in given]
+        each = [torch.linalg.vector_norm(t, order, dtype=w).double() for t, w in zip(given, wide, strict=True)]
+    return torch.stack([norm.cpu() for norm in each]).tolist() if each else []
 
 
 def median(values: Sequence[float]) -> float | None:

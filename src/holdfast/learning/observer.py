@@ -26,31 +26,32 @@ from holdfast.learning.inputs import InputObserver
 from holdfast.learning.layers import ActivationObserver, LayerObserver
 from holdfast.learning.measures import median
 from holdfast.learning.models import ModelObserver
-from holdfast.learning.optimizers import FULL_ROUNDS, OptimizerObserver, SchedulerObserver, makes_state
+from holdfast.learning.optimizers import OptimizerObserver, SchedulerObserver, makes_state
 from holdfast.learning.rules.judge import Findings, judge
 from holdfast.memory.oom import find_out_of_memory
 from holdfast.numerics.eager import is_symbolic
 
 _FIRST_WINDOW = 400
 """Steps after which a run is judged as a whole for the first time."""
-_LATER_SHARE, _LATEST_SHARE = 10, 50
-"""After the first rounds one step in so many is observed, which costs little; fewer after the first window."""
+SAMPLED, EXAMINED = (8, 12, 80), (6, 40, 160)
+"""Rounds of all optimizers at first, then one step in so many before the first window's end, and after it. Sampled:
+losses, their targets, gradients; examined too: layers, activations, weights, inputs, what losses are given."""
 _CALLS_PER_STEP = 4
-_JUDGED = (1, 2, 3, 5, 10, 15, 20, 25, 30)
+_JUDGED, _JUDGED_EVERY = (1, 3, 8, 10), 20  # sampled rounds
 
 _log = logging.getLogger("holdfast")
 _Rest = ParamSpec("_Rest")
 
 
-def is_sampled(step: int, optimizers: int) -> bool:
-    """Return whether a step is looked at: all of the first, then few, at no fixed distance."""
-    players = max(1, optimizers)
-    if step < FULL_ROUNDS * players:
+def is_sampled(step: int, optimizers: int, schedule: tuple[int, int, int] = SAMPLED) -> bool:
+    """Return whether a step is looked at: all of the first, then few, two rounds at no fixed distance."""
+    players, (first, share, later_share) = max(1, optimizers), schedule
+    if step < first * players:
         return True
-    # Multiplicative hashing instead of every tenth: it cannot fall into step with epochs or with several
-    # optimizers, and it draws no random number.
-    share = _LATER_SHARE if step < _FIRST_WINDOW * players else _LATEST_SHARE
-    return (step * 2654435761) % 2**32 < 2**32 // share
+    # Two rounds, so that their batches can be compared. Multiplicative hashing instead of every tenth: it cannot fall
+    # into step with epochs, it draws no random number, and what is chosen once in 40 is chosen once in 12 too.
+    share = share if step < _FIRST_WINDOW * players else later_share
+    return (step // (2 * players) * 2654435761) % 2**32 < 2**32 // share
 
 
 def _harmless(
@@ -143,7 +144,7 @@ class Observer:
     def _hook_modules(self) -> Iterator[RemovableHandle]:
         if self._guided:
             yield from self._hook_inputs()
-        for name, model in self._models.items():
+        for name, model in self._models.items() if self.mode.closely else ():
             yield model.module.register_forward_hook(Hook(partial(self._answered, name)))
             for path, module in model.module.named_modules():
                 if path:
@@ -161,7 +162,7 @@ class Observer:
     @property
     def steps(self) -> int:
         """Steps of the optimizer that made most."""
-        return max((each.known.steps for each in self._optimizers.values()), default=0)
+        return max([each.known.steps for each in self._optimizers.values()], default=0)
 
     def due(self) -> bool:
         """Return whether the next step is to be sampled."""
@@ -189,10 +190,12 @@ class Observer:
         self._sampled, self._inside = True, False
         self._calls = 0
         self._path.clear()
-        self._owned = set().union(*self._ids())
         for inputs in self._inputs.values():
             inputs.begin_step(self._ticks)
         self._begin_pass()
+        self.mode.closely = is_sampled(self._ticks, len(self._optimizers), EXAMINED)
+        if self.mode.closely:
+            self._owned = set().union(*self._ids())
         self.hooks.begin_step(self._hook_modules())
 
     def _begin_pass(self) -> None:
@@ -212,12 +215,13 @@ class Observer:
     def _given(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             self._models[name].note_pass_without_graph()
-        elif self.hooks.in_step and not self.mode.in_backward:
+        elif self._sampled and not self.mode.in_backward:
             self._inside = True
             self._calls += 1
             if self._calls <= _CALLS_PER_STEP:
+                how = {"loaded": self.mode.loaded, "closely": self.mode.closely}
                 with torch.no_grad(), torch._C.DisableTorchFunction():
-                    self._inputs[name].note_arguments((args, kwargs), loaded=self.mode.loaded)
+                    self._inputs[name].note_arguments((args, kwargs), **how)
 
     @_harmless
     def _answered(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -240,7 +244,7 @@ class Observer:
         self._facts.backwards += 1
         self._facts.backwards_since_step += 1
         self._begin_pass()
-        if loss.numel() == 1:
+        if loss.numel() == 1 and not self._guided:
             value = unscaled(loss)
             for each in self._optimizers.values():
                 each.pending.append(value)
@@ -260,8 +264,10 @@ class Observer:
             self.after_step(name)
 
     @_harmless
-    def before_step(self, name: str, *, closure: bool = False) -> None:
-        """Take in that an optimizer is about to step; called by torch's hook, or by whoever guides the observer."""
+    def before_step(
+        self, name: str, *, closure: bool = False, norms: Callable[[], Mapping[int, float]] | None = None
+    ) -> None:
+        """Take in that an optimizer is about to step; `norms` gives those of unclipped gradients, where known."""
         each = self._optimizers[name]
         each.begin_step(closure=closure)
         for scheduler in self._schedulers.values():
@@ -273,7 +279,8 @@ class Observer:
             model.note_step()
         if not closure:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                each.note_gradients(self._layers.before_step(name, each.parameters()))
+                known, weights = norms() if norms else None, self.mode.closely
+                each.note_gradients(self._layers.before_step(name, each.parameters(), known, weights=weights))
 
     @_harmless
     def after_step(self, name: str) -> None:
@@ -286,7 +293,7 @@ class Observer:
         each.end_step(moved=moved, has_loss=self._guided)
 
     def end_step(
-        self, loss: float | None = None, names: Sequence[str] = (), *, committed: bool = True, clipped: bool = False
+        self, loss: float | None = None, names: Sequence[str] = (), *, committed: bool = True, clipped: float = 0.0
     ) -> list[Finding]:
         """End a step, and return what is found for the first time.
 
@@ -294,7 +301,7 @@ class Observer:
             loss: Mean loss of the step, where the caller knows it.
             names: The optimizers whose step and loss it was; none: all.
             committed: Whether the weights were changed.
-            clipped: Whether the gradient was scaled down to a limit.
+            clipped: The norm that the gradient was scaled down to; 0: it was not.
         """
         for name, each in self._optimizers.items():
             if names and name not in names:
@@ -313,7 +320,7 @@ class Observer:
         self._observed += sampled
         rounds = self._observed / max(1, len(self._optimizers))
         window = self._window_due()
-        if window or (sampled and (rounds in _JUDGED or rounds % FULL_ROUNDS == 0)):
+        if window or (sampled and (rounds in _JUDGED or rounds % _JUDGED_EVERY == 0)):
             self._judge(windows=window)
 
     def _window_due(self) -> bool:
@@ -324,19 +331,20 @@ class Observer:
 
     # --- judging --------------------------------------------------------------------------------------------
 
-    def facts(self) -> Facts:
-        """Return everything that is known; it changes with the next step."""
+    def facts(self, *, windows: bool = True) -> Facts:
+        """Return everything that is known; it changes with the next step. Without `windows` only for contracts."""
         owned, held = self._ids()
         facts = self._facts
         facts.steps = self.steps
         facts.strays = len(self._strays)
-        facts.layers = self._layers.facts()
-        facts.optimizers = {name: each.facts(owned) for name, each in self._optimizers.items()}
+        facts.layers = self._layers.facts(windows=windows)
+        facts.optimizers = {name: each.facts(owned, windows=windows) for name, each in self._optimizers.items()}
         facts.models = {name: each.facts(held, facts.layers) for name, each in self._models.items()}
         facts.schedulers = {name: each.known for name, each in self._schedulers.items()}
-        facts.losses = self._losses.facts()
-        facts.inputs = {name: each.facts() for name, each in self._inputs.items()}
-        facts.dead_units, facts.saturated = self._activations.dead(), self._activations.saturated()
+        facts.losses = self._losses.facts(windows=windows)
+        facts.inputs = {name: each.facts(windows=windows) for name, each in self._inputs.items()}
+        if windows:
+            facts.dead_units, facts.saturated = self._activations.dead(), self._activations.saturated()
         return facts
 
     def _ids(self) -> tuple[set[int], set[int]]:
@@ -346,7 +354,7 @@ class Observer:
 
     def _judge(self, *, windows: bool, ended: bool = False) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            facts = self.facts()
+            facts = self.facts(windows=windows)
         facts.ended = ended
         statistical = judge(facts, "window", self._ignore) if windows else None
         self._found.add(judge(facts, "contract", self._ignore), statistical)

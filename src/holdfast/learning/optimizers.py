@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.learning.eager_hooks import remove_all
 from holdfast.learning.facts import OptimizerFacts, SchedulerFacts
 from holdfast.learning.layers import Gradients
-from holdfast.learning.measures import append_newest, dense_gradient, median, norms_of, sample_of
+from holdfast.learning.measures import append_newest, dense_gradient, median, norms_of, spread_of
 from holdfast.numerics.eager import is_symbolic
 
-FULL_ROUNDS = 30
-"""Steps of each optimizer that are observed fully, at first."""
+START_ROUNDS = 8
+"""Steps of each optimizer in which it is checked where gradients start."""
 _MOST_LOSSES = 800
 
 
@@ -37,8 +37,8 @@ class OptimizerObserver:
         self._factors: list[float] = []
 
     def open(self) -> None:
-        """Begin to check where gradients start, while there are steps to be observed fully."""
-        if self._start is None and self.known.observed < FULL_ROUNDS:
+        """Begin to check where gradients start, in the first steps."""
+        if self._start is None and self.known.observed < START_ROUNDS:
             self._start = AccumulationCheck(self.parameters())
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class OptimizerObserver:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _learning_rate(self) -> float:
-        return max((float(group["lr"]) for group in self.optimizer.param_groups), default=0.0)
+        return max([float(group["lr"]) for group in self.optimizer.param_groups], default=0.0)
 
     def begin_step(self, *, closure: bool) -> None:
         """Count a step, and read the learning rates (one host sync where they are tensors); every step."""
@@ -86,6 +86,7 @@ class OptimizerObserver:
         if not arrived:
             return
         facts = self.known
+        facts.checked += 1
         facts.leaks = 0 if clean else facts.leaks + 1
         facts.clean_starts += clean
         if factors:
@@ -99,7 +100,7 @@ class OptimizerObserver:
         if self.pending and not has_loss:
             self.add_loss(self.pending[-1])
         self.pending.clear()
-        if self.known.observed >= FULL_ROUNDS:
+        if self.known.observed >= START_ROUNDS:
             self.close()
 
     def add_loss(self, value: float) -> None:
@@ -115,13 +116,14 @@ class OptimizerObserver:
         if len(facts.losses) > _MOST_LOSSES:
             facts.losses, self._stride = facts.losses[::2], self._stride * 2
 
-    def note_outcome(self, *, committed: bool, clipped: bool) -> None:
+    def note_outcome(self, *, committed: bool, clipped: float) -> None:
         """Add what became of a step whose owner knows it."""
         self.known.committed_steps += committed
-        self.known.clipped_steps += clipped
+        self.known.clipped_steps += clipped > 0
+        self.known.clipped_to = clipped or self.known.clipped_to
 
-    def facts(self, owned: set[int]) -> OptimizerFacts:
-        """Return what is known, given the ids of the parameters that the models have now."""
+    def facts(self, owned: set[int], *, windows: bool = True) -> OptimizerFacts:
+        """Return what is known, given the ids of the models' parameters; without `windows` only for contracts."""
         facts, held = self.known, self.parameters()
         foreign = [p for p in held if id(p) not in owned]
         facts.tensors = len(held)
@@ -132,14 +134,15 @@ class OptimizerObserver:
         groups = self.optimizer.param_groups
         facts.maximize = any(group.get("maximize", False) for group in groups[:1])
         facts.weight_decay = max((float(group.get("weight_decay") or 0) for group in groups), default=0.0)
-        facts.nonfinite_state = self._nonfinite_state()
+        if windows or facts.nonfinite_gradients or facts.nonfinite_losses:
+            facts.nonfinite_state = self._nonfinite_state()
         facts.scaled, facts.scaled_share = median(self._factors), _scaled_share(self._factors)
         return facts
 
     def _nonfinite_state(self) -> list[str]:
         """Return which entries of the optimizer's state, such as ``exp_avg``, hold NaN or Inf."""
         found = [
-            (key, sample_of(value))
+            (key, spread_of(value))
             for state in self.optimizer.state.values()
             for key, value in state.items()
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()

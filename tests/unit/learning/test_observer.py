@@ -7,13 +7,14 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.learning.observer import Observer
+from holdfast.learning.observer import EXAMINED, Observer, is_sampled
 
 X, Y = torch.randn(64, 6), torch.randint(3, (64,))
 
@@ -48,21 +49,18 @@ def stepped(observer: Observer, optimizer: torch.optim.Optimizer) -> None:
     observer.after_step("optimizer")
 
 
-def test_the_first_steps_are_observed_and_later_one_in_ten() -> None:
-    """30 steps fully, then about a tenth, at no fixed distance, and a fiftieth after the first window."""
-    model, optimizer = small()
-    observer = observed(model, optimizer)
-    due = []
-    for _ in range(2000):
-        due.append(observer.due())
-        guided_step(observer, model, optimizer)
-    later = [i for i, each in enumerate(due) if each and 30 <= i < 400]
-    assert all(due[:30])
-    assert 30 <= len(later) <= 45
-    assert 20 <= sum(due[400:]) <= 45
-    assert len({b - a for a, b in itertools.pairwise(later)}) > 1
-    assert observer.failure is None
-    observer.close()
+@pytest.mark.parametrize("players", [1, 2, 3])
+def test_the_first_rounds_are_observed_and_later_few(players: int) -> None:
+    """Eight rounds, then pairs of them at no fixed distance, every player alike; what is examined is sampled too."""
+    sampled = [step for step in range(2000 * players) if is_sampled(step, players)]
+    examined = [step for step in range(2000 * players) if is_sampled(step, players, EXAMINED)]
+    later = [step // players for step in sampled if 8 * players <= step < 400 * players]
+    assert sampled[: 8 * players] == list(range(8 * players))
+    assert set(examined) < set(sampled)
+    assert all(later.count(each) == players for each in later)
+    assert 0.06 < len(set(later)) / 400 < 0.12
+    assert 10 <= sum(step >= 400 * players for step in sampled) / players <= 30
+    assert len({b - a for a, b in itertools.pairwise(later)}) > 2
 
 
 class Listed(nn.Module):
@@ -96,7 +94,7 @@ def test_micro_batches_are_one_place_and_no_leak() -> None:
         guided_step(observer, model, optimizer, parts=4)
     facts = observer.facts()
     assert list(facts.losses) == ["cross_entropy#1"]
-    assert facts.losses["cross_entropy#1"].calls == 48
+    assert facts.losses["cross_entropy#1"].calls == 8 * 4
     assert facts.optimizers["optimizer"].steps == 12
     assert facts.optimizers["optimizer"].leaks == 0
     assert len(facts.optimizers["optimizer"].losses) == 12
@@ -149,10 +147,11 @@ def test_recomputed_activations_are_not_counted_twice() -> None:
     model = Recomputing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     observer = observed(model, optimizer)
-    for _ in range(25):
+    for _ in range(8):
         guided_step(observer, model, optimizer)
     facts = observer.facts()
-    assert facts.inputs["model"].calls == facts.losses["cross_entropy#1"].calls == 25
+    for seen in (facts.inputs["model"], facts.losses["cross_entropy#1"]):
+        assert (seen.calls, seen.examined) == (8, 6)
     assert list(facts.dead_units) == ["block.1"]
     observer.close()
 

@@ -28,23 +28,24 @@ STILL = [(i, 2.3 + 0.02 * (i % 3)) for i in range(200)]
 RISING = [(i, 1.0 + 0.1 * i) for i in range(200)]
 
 OPTIMIZER = OptimizerFacts(
-    kind="SGD", steps=400, observed=70, tensors=4, lr=0.1, largest_lr=0.1, with_gradient_steps=70, clean_starts=30,
-    scaled=1.0, moved=70, losses=FALLING, gradient_norms=[1.0, 1.5, 0.8] * 30,
+    kind="SGD", steps=400, observed=70, tensors=4, lr=0.1, largest_lr=0.1, with_gradient_steps=70, checked=8,
+    clean_starts=8, scaled=1.0, moved=70, losses=FALLING, gradient_norms=[1.0, 1.5, 0.8] * 30,
 )  # fmt: skip
 LAYER = LayerFacts(
-    elements=100, dims=2, steps=70, with_gradient=70, ratio=1e-3, largest_ratio=1e-2, gradient_rms=1e-2,
+    elements=100, dims=2, steps=70, with_gradient=70, compared=20, ratio=1e-3, largest_ratio=1e-2, gradient_rms=1e-2,
     first_weight_rms=0.1, last_weight_rms=0.1,
 )  # fmt: skip
 HEALTHY = {
     "optimizer": OPTIMIZER,
     "model": ModelFacts(weights=1000, changed=True, observed=70, modal=["drop"], dropout=0.1, batch_norm=True),
     "site": LossFacts(
-        function="cross_entropy", calls=70, values=[loss for _, loss in FALLING], baseline=2.3, signs=[1] * 70,
-        labelled_calls=70, distinct_labels=9.6, expected_labels=9.7, first=2.3, target_sizes=[1.0] * 70,
+        function="cross_entropy", calls=70, examined=70, values=[loss for _, loss in FALLING], baseline=2.3,
+        signs=[1] * 70, labelled_calls=70, distinct_labels=9.6, expected_labels=9.7, first=2.3,
+        target_sizes=[1.0] * 70,
     ),
     "input": InputFacts(
-        calls=70, batch=32, largest_batch=32, different=70, fingerprints=70, compared_pairs=70, longest_repeat=1,
-        largest=3.0, offset=0.1, answers=70,
+        calls=70, examined=70, batch=32, largest_batch=32, different=70, fingerprints=70, compared_pairs=70,
+        longest_repeat=1, largest=3.0, offset=0.1, answers=70,
     ),
     "scheduler": SchedulerFacts(kind="StepLR", optimizer_steps=400, advanced=10, period=30),
     "layer": LAYER,
@@ -105,7 +106,7 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
      site(function="mse_loss", target_sizes=[2.0] * 60 + [200.0])),
     ("H818", False, optimizer(gradient_norms=[1.0] * 60, scaled_share=1.0), {}),
     ("H818", True,
-     with_(UNLEARNT, optimizer={"gradient_norms": [1e-6] * 60, "clipped_steps": 9, "committed_steps": 9}),
+     with_(UNLEARNT, optimizer={"clipped_to": 1e-6, "clipped_steps": 300, "committed_steps": 400}),
      optimizer(gradient_norms=[1.0] * 60)),
     ("H818", True, optimizer(gradient_norms=[0.1] * 60, scaled_share=1.0, scaled=0.001),
      optimizer(kind="Adam", gradient_norms=[0.1] * 60, scaled_share=1.0, scaled=0.001)),

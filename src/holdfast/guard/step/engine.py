@@ -351,7 +351,7 @@ class StepEngine:
     def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:
         for name in names:
             try:
-                self.diagnosis.before_step(name)
+                self.diagnosis.before_step(name, outcome.attempt)
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
                 self.attempts.drop_unused_state(name)

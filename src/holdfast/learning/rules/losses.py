@@ -42,7 +42,7 @@ def _softmax_twice(_: Facts, say: Say, place: str, site: LossFacts) -> Iterator[
 
 @checks(rule="H837", tier="contract", severity="advice", kind="cause", confidence=0.85, each="losses")
 def _rectified_scores(_: Facts, say: Say, place: str, site: LossFacts) -> Iterator[Finding]:
-    by_values = site.always("rectified", 20) and not site.always("softmax_input")  # whose zeros are rounded
+    by_values = site.always("rectified", 10) and not site.always("softmax_input")  # whose zeros are rounded
     if site.always("rectified_source") or by_values:
         what = f"the scores given to {site.function} come out of a ReLU: none is below 0"
         yield say(what, _DROP_ACTIVATION, place)
@@ -62,7 +62,7 @@ def _sigmoid_twice(facts: Facts, say: Say) -> Iterator[Finding]:
             fix = f"remove the {source} before the loss."
             yield say(what, fix, place, severity="advice" if source == "tanh" else "error")
         # Small scores lie there by chance; those of probabilities come near both ends.
-        elif site.always("unit_range", 10) and site.flags.get("unit_spread", 0) > 0.2 * site.calls:
+        elif site.always("unit_range", 10) and site.flags.get("unit_spread", 0) > 0.2 * site.examined:
             what = f"all scores given to {site.function} lie between 0 and 1, as probabilities do"
             fix = "remove the activation before the loss, which applies a sigmoid itself."
             yield say(what, fix, place, severity="advice", confidence=0.7)

@@ -8,8 +8,8 @@ from holdfast.learning.facts import Facts, OptimizerFacts, SchedulerFacts
 from holdfast.learning.finding import Finding
 from holdfast.learning.rules.registry import Say, checks
 
-_IN_A_ROW = 10
-"""Steps in a row before a missing or zero gradient is more than a bad batch."""
+_IN_A_ROW, _IN_ALL = 10, 6
+"""Observed steps in a row before a missing or zero gradient is more than a bad batch; checked ones, at first."""
 
 
 def gradient_first(optimizer: OptimizerFacts) -> bool:
@@ -88,7 +88,7 @@ def _parameter_without_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
             continue
         share = model.never_gradient_weights / max(1, model.weights)
         named = ", ".join(model.never_gradient)
-        what = f"{count} parameter(s), {share:.0%} of the weights, got no gradient in 30 steps: {named}"
+        what = f"{count} parameter(s), {share:.0%} of the weights, got no gradient in all observed steps: {named}"
         fix = (
             "look for .detach(), .item(), argmax, no_grad or a new tensor between them and the loss; or pass "
             "frozen= if they are meant not to learn."
@@ -112,7 +112,7 @@ def _gradients_all_zero(_: Facts, say: Say, name: str, optimizer: OptimizerFacts
 @checks(rule="H817", tier="contract", severity="error", kind="cause", confidence=0.95, each="optimizers")
 def _gradient_reversed(_: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
     for count, done in ((optimizer.reversed, "reversed"), (optimizer.zeroed, "set to zero")):
-        if count >= _IN_A_ROW and count > optimizer.observed / 2:
+        if count >= _IN_ALL and count > optimizer.checked / 2:
             what = f"between backward and step the gradient was {done} in {count} observed steps"
             fix = "look at the clip limit, which must be above 0, and at zero_grad between backward and step."
             yield say(what, fix, name)

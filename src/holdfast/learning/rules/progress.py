@@ -18,7 +18,7 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.rules.registry import Say, advice_if, checks
 
 State = Literal["unknown", "learning", "flat", "constant", "diverged"]
-_FEWEST = 40
+_FEWEST = 24
 _CONSTANT = 0.97
 """A loss at this share of the best constant's, or above, has learnt nothing from the inputs.
 0.9 of the variance has been proposed; regressions with little to learn are healthy at 0.95, so 0.97."""
@@ -103,7 +103,7 @@ def _nearest_constant(facts: Facts) -> tuple[float, float] | tuple[None, None]:
 
 def far_from_unit(given: InputFacts) -> bool:
     """Return whether inputs are far from the scale that weights are initialised for."""
-    if given.largest is None or given.offset is None or given.flat > 0.5 * given.calls:
+    if given.largest is None or given.offset is None or given.flat > 0.5 * given.examined:
         return False  # nothing but one value: another rule's
     return given.largest > 100 or given.largest < 1e-3 or given.offset > 20
 
@@ -183,7 +183,7 @@ def _weights_stand_still(facts: Facts, say: Say) -> Iterator[Finding]:
     still = {
         name: layer
         for name, layer in facts.layers.items()
-        if layer.with_gradient >= 50 and layer.unmoved > 0.9 * layer.with_gradient and layer.elements > 1
+        if layer.compared >= 12 and layer.unmoved > 0.9 * layer.compared and layer.elements > 1
     }
     if still:
         whole = sum(layer.elements for layer in facts.layers.values())
@@ -233,13 +233,14 @@ def _overfitting(facts: Facts, say: Say) -> Iterator[Finding]:
 
 @checks(rule="H818", tier="window", severity="note", kind="cause", confidence=0.5, each="optimizers")
 def _always_clipped(facts: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
-    norms = [norm for norm in optimizer.gradient_norms if math.isfinite(norm) and norm > 0]
-    if len(norms) < 40:
-        return
-    limit = max(norms)
-    at_limit = sum(norm > 0.999 * limit for norm in norms) / len(norms)
-    known = optimizer.clipped_steps > 0.5 * optimizer.committed_steps > 0  # the guard clips, and counts
-    if at_limit <= 0.5 or not (known or optimizer.scaled_share > 0.5):
+    if optimizer.clipped_to:  # the guard clips, and counts
+        limit, at_limit = optimizer.clipped_to, optimizer.clipped_steps / max(1, optimizer.committed_steps)
+        seen = optimizer.committed_steps
+    else:
+        norms = [norm for norm in optimizer.gradient_norms if math.isfinite(norm) and norm > 0]
+        limit, seen = max(norms, default=0.0), len(norms)
+        at_limit = sum(norm > 0.999 * limit for norm in norms) / max(1, seen) if optimizer.scaled_share > 0.5 else 0.0
+    if seen < _FEWEST or at_limit <= 0.5:
         return
     what = f"{at_limit:.0%} of the gradients are clipped, to a norm of {limit:.2g}"
     fix = "raise the limit to the 90th percentile of the norms, or lower the learning rate."

@@ -55,7 +55,7 @@ def _only_frozen(facts: Facts, say: Say, name: str, optimizer: OptimizerFacts) -
 
 @checks(rule="H822", tier="contract", severity="error", kind="cause", confidence=0.95)
 def _symmetric_start(facts: Facts, say: Say) -> Iterator[Finding]:
-    moved = any(optimizer.moved >= 10 for optimizer in facts.optimizers.values())
+    moved = any(optimizer.moved >= 5 for optimizer in facts.optimizers.values())
     for name, model in facts.models.items():
         if model.symmetric and moved and facts.steps >= 20:
             what = f"after {facts.steps} steps all units of {', '.join(model.symmetric)} are still identical"

@@ -10,14 +10,14 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.rules.progress import far_from_unit, middle, progress_of
 from holdfast.learning.rules.registry import Say, advice_if, checks
 
-_BATCHES = 20
-"""Observed batches before something is said about the data."""
-_FEWEST_UTTERANCES = 8
+_BATCHES, _EXAMINED, _PAIRS = 20, 12, 10
+"""Observed batches, those looked at closely, and pairs of them, before something is said about the data."""
+_FEWEST_UTTERANCES, _PLAYED = 8, 30  # the latter: losses and gradients of each player
 
 
 @checks(rule="H830", tier="window", severity="advice", kind="symptom", confidence=0.85, each="inputs")
 def _output_ignores_input(_: Facts, say: Say, name: str, given: InputFacts) -> Iterator[Finding]:
-    if given.answers >= 2 * _BATCHES and given.same_answers > 0.8 * given.answers:
+    if given.answers >= _EXAMINED and given.same_answers > 0.8 * given.answers:
         what = (
             f"the model gave the same answer to every sample of {given.same_answers} of {given.answers} batches, "
             "though the samples differ"
@@ -37,8 +37,8 @@ def _sorted_labels(facts: Facts, say: Say, place: str, site: LossFacts) -> Itera
 @checks(rule="H844", tier="window", severity="advice", kind="cause", confidence=0.8)
 def _nothing_to_learn(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, given in facts.inputs.items():
-        if given.calls >= _BATCHES and given.constant > 0.95 * given.calls:
-            what = f"all samples of a batch are the same, in {given.constant} of {given.calls} observed batches"
+        if given.examined >= _EXAMINED and given.constant > 0.95 * given.examined:
+            what = f"all samples of a batch are the same, in {given.constant} of {given.examined} observed batches"
             yield say(what, "look at the loading and the normalising of the data.", name)
     if not facts.minimizes_one_loss:
         return
@@ -59,7 +59,7 @@ def _same_batch(facts: Facts, say: Say) -> Iterator[Finding]:
     classified = any(site.labelled_calls for site in facts.losses.values())
     for name, given in facts.inputs.items():
         seen = given.fingerprints
-        if seen >= 2 * _BATCHES and given.different <= 2 and given.longest_repeat >= 0.45 * seen:
+        if seen >= _BATCHES and given.different <= 2 and given.longest_repeat >= 0.45 * seen:
             what = f"{seen} observed batches had {given.different} different content(s)"
             fix = "iterate over the loader: next(iter(loader)) in the loop starts anew each time."
             loader = classified and given.batch in (16, 32, 64, 128)
@@ -69,7 +69,7 @@ def _same_batch(facts: Facts, say: Say) -> Iterator[Finding]:
 @checks(rule="H846", tier="window", severity="advice", kind="cause", confidence=0.7, each="inputs")
 def _workers_repeat(_: Facts, say: Say, name: str, given: InputFacts) -> Iterator[Finding]:
     seen, pairs = given.compared_pairs, given.repeated_pairs
-    if seen >= _BATCHES and 0.3 * seen < pairs < 0.9 * seen and given.different > 0.1 * seen:
+    if seen >= _PAIRS and 0.3 * seen < pairs < 0.9 * seen and given.different > 0.1 * seen:
         what = f"{pairs} of {seen} observed batches are equal to the one that the loader gave before"
         fix = "give each worker its own seed (worker_init_fn), also for numpy's random numbers."
         yield say(what, fix, name)
@@ -77,12 +77,12 @@ def _workers_repeat(_: Facts, say: Say, name: str, given: InputFacts) -> Iterato
 
 @checks(rule="H847", tier="window", severity="note", kind="cause", confidence=0.8)
 def _dead_units(facts: Facts, say: Say) -> Iterator[Finding]:
-    dead = {name: min(shares) for name, shares in facts.dead_units.items() if len(shares) >= 3}
+    dead = {name: min(shares) for name, shares in facts.dead_units.items() if len(shares) >= 2}
     bad = {name: share for name, share in dead.items() if share > 0.5}  # catalogue 47
     if bad:
         worst = max(bad, key=lambda name: bad[name])
         severe = bad[worst] > 0.98 or (bad[worst] > 0.7 and progress_of(facts).failing)
-        what = f"{bad[worst]:.0%} of the units of {worst} were not active once in three windows of 20 steps"
+        what = f"{bad[worst]:.0%} of the units of {worst} were not active once in several windows of observed steps"
         fix = "lower the learning rate, look at the bias and the scale of the inputs, or use LeakyReLU."
         yield say(what, fix, worst, severity=advice_if(severe))
 
@@ -190,18 +190,18 @@ def _player_has_won(facts: Facts, say: Say) -> Iterator[Finding]:
     players = facts.optimizers if facts.objective == "adversarial" else {}
     for winner, won in players.items():
         losses = [loss for _, loss in won.losses]
-        if len(losses) < 60 or not 0 <= middle(losses[-30:]) < 0.02 or losses[0] < 0.1:
+        if len(losses) < _PLAYED or not 0 <= middle(losses[-15:]) < 0.02 or losses[0] < 0.1:
             continue
         for loser, lost in players.items():
             norms, theirs = lost.gradient_norms, [loss for _, loss in lost.losses]
-            if loser == winner or min(len(norms), len(theirs)) < 60:
+            if loser == winner or min(len(norms), len(theirs)) < _PLAYED:
                 continue
-            first, last = middle(theirs[:15]), middle(theirs[-30:])
-            left = middle(norms[-30:]) / middle(norms[:15]) if middle(norms[:15]) else 1.0
+            first, last = middle(theirs[:8]), middle(theirs[-15:])
+            left = middle(norms[-15:]) / middle(norms[:8]) if middle(norms[:8]) else 1.0
             # With the loss that does not saturate the loser's gradient stays, and its loss climbs without an end.
             if left < 0.05 or last > 3 * abs(first):
                 what = (
-                    f"{winner} has won (loss {middle(losses[-30:]):.2g}): {loser}'s loss went from {first:.2g} to "
+                    f"{winner} has won (loss {middle(losses[-15:]):.2g}): {loser}'s loss went from {first:.2g} to "
                     f"{last:.2g}, its gradient to {left:.1%}"
                 )
                 fix = "make the winner weaker or slower: lower learning rate, R1 penalty, label smoothing."
