@@ -53,6 +53,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint"),
 ]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+unchecked = pytest.mark.usefixtures("unchecked_splits")  # where what is cut is not the subject
 SIZE = 8
 
 
@@ -276,6 +277,7 @@ def test_a_batch_with_nan_leaves_no_trace_and_the_schedule_waits(tmp_path):
     assert {"skip_step", "nonfinite_origin"} <= set(kinds(tmp_path / "guarded"))
 
 
+@unchecked
 @pytest.mark.parametrize(("accumulated", "bad"), [(1, 3), (3, 3), (3, 4), (3, 5)])
 def test_a_window_with_a_batch_of_nan_leaves_no_trace(tmp_path, accumulated, bad):
     """Wherever in a step of three batches the NaN is, training goes on as if these three had not been there."""
@@ -287,6 +289,7 @@ def test_a_window_with_a_batch_of_nan_leaves_no_trace(tmp_path, accumulated, bad
     assert "skip_step" in kinds(tmp_path / "guarded")
 
 
+@unchecked
 def test_nan_that_persists_ends_training_with_a_reason(tmp_path):
     """After the patience of the policy training ends with H501, and the run directory is free again."""
     with pytest.raises(NonFiniteError, match="H501"):
@@ -424,6 +427,7 @@ class SavesAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@unchecked
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_a_checkpoint_in_the_middle_of_a_step_holds_what_its_batches_have_left(tmp_path, batch):
     """After any batch of a window of three, training goes on bit for bit: the gradients so far are in the file."""
@@ -435,6 +439,7 @@ def test_a_checkpoint_in_the_middle_of_a_step_holds_what_its_batches_have_left(t
     assert_same(resumed, whole)
 
 
+@unchecked
 def test_a_resume_does_not_replace_the_checkpoint_that_it_came_from(tmp_path):
     """The first batch of a step of two makes no step: what was saved at the step before stays as it is."""
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "enable_checkpointing": True, "strategy": "holdfast"}
@@ -460,6 +465,7 @@ class Order(Callback):
         self.batches.append(float(batch[1].sum()))
 
 
+@unchecked
 @pytest.mark.parametrize("strategy", ["auto", "holdfast"])
 @pytest.mark.parametrize("saves", [{"every_n_train_steps": 5}, {"every_n_epochs": 1}], ids=["batch", "epoch"])
 def test_no_epoch_is_left_out_or_repeated_after_a_checkpoint_at_the_end_of_one(tmp_path, strategy, saves):
@@ -491,6 +497,7 @@ def _saved(tmp_path: Path, **given: Any) -> list[Path]:
     return sorted((tmp_path / "saved").glob("*.ckpt"))
 
 
+@unchecked
 def test_a_checkpoint_with_a_flipped_bit_is_not_loaded_but_the_one_before(tmp_path):
     """The flipped bit is found, training goes on from the newest file that verifies, and if none does it says so."""
     second, third, fourth = _saved(tmp_path, strategy=HoldfastStrategy())
@@ -520,6 +527,7 @@ def test_weights_with_nan_are_not_saved_and_the_last_good_file_is_not_removed(tm
     assert [record.message.split(":")[0] for record in caplog.records] == ["save_refused", "checkpoint_kept"]
 
 
+@unchecked
 def test_a_disk_that_refuses_a_save_does_not_end_training(tmp_path):
     """A save into a place that cannot be written is an event, and every step is made."""
     saved = tmp_path / "saved"
@@ -578,6 +586,7 @@ def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_new_start(tmp_path):
 # --- what cannot be -------------------------------------------------------------------------------------------
 
 
+@unchecked
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
 def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_training(tmp_path):
     """A policy against the trainer's clipping, an overridden backward, no loss: errors with a fix, and no step."""

@@ -75,6 +75,7 @@ def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.usefixtures("unchecked_splits")  # the run that nothing happened to has the forks
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_named(fault, digits, undisturbed, tmp_path):
     """What was switched on stands among the findings or events of the run, and in what `holdfast explain` tells."""

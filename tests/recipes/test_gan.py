@@ -200,6 +200,6 @@ def test_a_notebook_survives_the_loss_of_its_kernel(tmp_path, request):
     assert told.startswith("2 ")
     begun = int(told.partition("begins at step ")[2].split()[0])
     assert 0 < begun < steps
-    options = GanOptions(run_dir=tmp_path / "undisturbed", max_steps=steps, width=width)
+    options = GanOptions(run_dir=tmp_path / "undisturbed", data_dir=run_dir / "data", max_steps=steps, width=width)
     expected = train(make_job(options), options, holdfast.Policy.from_yaml(POLICY))
     assert json.loads((run_dir / "result.json").read_text())["weights"] == expected["weights"]
