@@ -45,16 +45,16 @@ def limit_memory(headroom_bytes: int | None) -> None:
     """Let allocations of this process fail for real beyond what it has now and some headroom.
 
     Limits the data segment (``RLIMIT_DATA``), which counts heap and private mappings, and the stack of each thread
-    but the main one: mostly 8 MiB, so leave room for those that start meanwhile. glibc's malloc is set as a guard
-    sets it under a limit: what is freed from now on goes back to the system, and does not pass for headroom.
+    but the main one: mostly 8 MiB, so leave room for those that start meanwhile. The first limit also sets glibc's
+    malloc as a guard sets it under one: what is freed goes back to the system, and does not pass for headroom.
 
     Args:
         headroom_bytes: What may still be allocated; None takes the limit away.
     """
-    if headroom_bytes is not None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if headroom_bytes is not None and soft == resource.RLIM_INFINITY:
         set_malloc_threshold(UNDER_A_LIMIT_BYTES)
         trim_heap()
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = hard if headroom_bytes is None else data_segment_bytes() + headroom_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 

@@ -113,6 +113,7 @@ class ShrinkingMemory:
     """
 
     def __init__(self, from_step: int, until: str) -> None:
+        limit_memory(_NEVER_MET)  # a guard that is made under a limit has malloc give back what is freed
         self._from_step, self._until = from_step, until
         self._headroom = _FIRST_HEADROOM_BYTES
         self._answered = False
@@ -194,7 +195,6 @@ def _train_guarded(request: dict[str, Any], write: Write) -> tuple[Job, int, lis
 def main(request: dict[str, Any]) -> None:
     """Train, and meet the faults of the request."""
     torch.set_num_threads(1)  # the same number everywhere, or sums are rounded differently
-    limit_memory(_NEVER_MET)  # a guard that is made under a limit has malloc give back what is freed
     trace = os.open(request["trace"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(job: Job, step: int, **facts: Any) -> None:

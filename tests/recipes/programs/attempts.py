@@ -70,6 +70,7 @@ def make_attempt(recipe: str, attempt: dict[str, Any]) -> None:
         nonlocal calls
         calls += 1
         if attempt.get("limit", [0])[0] == calls:
+            trim_heap()
             with memory_limited(attempt["limit"][1]):
                 return _step(guard, *args, **named)
         if attempt.get("measure") == calls:
