@@ -116,6 +116,8 @@ def forked(recipe: str, attempt: dict[str, Any], needed: dict[str, int]) -> tupl
         os.dup2(log, 2)
         if not attempt.keys() & {"limit", "measure"}:  # may a batch be split? Nothing asks here
             os.environ["HOLDFAST_CHECK_SPLIT"] = "false"
+        else:  # small activations too go back to the system, or what the first step freed makes room for the next
+            os.environ["HOLDFAST_CPU_MALLOC_THRESHOLD_BYTES"] = str(2**17)
         if "limit" in attempt:
             step, share, measured_in = attempt["limit"]
             attempt["limit"] = [step, int(share * needed.get(measured_in, 0))]

@@ -29,7 +29,7 @@ def _output_ignores_input(_: Facts, say: Say, name: str, given: InputFacts) -> I
 def _sorted_labels(facts: Facts, say: Say, place: str, site: LossFacts) -> Iterator[Finding]:
     expected, seen = site.expected_labels or 0.0, site.distinct_labels or 0.0
     few = expected >= 1.8 and 0 < seen < 0.6 * expected
-    if facts.minimizes_one_loss and site.labelled_calls >= _BATCHES and few:
+    if facts.minimizes_one_loss and site.labelled_calls >= _EXAMINED and few:
         what = f"a batch holds {seen:.1f} different labels, where {expected:.1f} are expected of shuffled data"
         yield say(what, "shuffle: DataLoader(..., shuffle=True).", place)
 
