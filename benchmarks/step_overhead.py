@@ -42,11 +42,11 @@ _ENDLESS = 10**6
 _BLOCK, _FIRST, _WARM_AFTER = 20, 400, 500
 # Kind, milliseconds (None: a batch of 64 or 4), children, most at first and when warm: ratios, of tiny microseconds.
 _TIMED: tuple[tuple[str, float | None, int, float, float], ...] = (
-    ("tiny", None, 8, 120.0, 80.0),
-    ("mlp512", None, 4, 1.03, 1.015),
-    ("mlp", 10.0, 4, 1.03, 1.015),
-    ("conv", 10.0, 4, 1.03, 1.015),
-    ("mlp", 50.0, 2, 1.03, 1.005),
+    ("tiny", None, 6, 120.0, 80.0),
+    ("mlp512", None, 3, 1.03, 1.015),
+    ("mlp", 10.0, 3, 1.03, 1.015),
+    ("conv", 10.0, 3, 1.03, 1.015),
+    ("mlp", 50.0, 1, 1.03, 1.005),
 )
 _MEMORY_CASES = (("mlp", 16384), ("wide_conv", 64), ("wide_conv", 256))
 
@@ -332,8 +332,8 @@ def main() -> None:
     quick = options.quick
     result = Result(options=options, parameters={"block": _BLOCK, "first": _FIRST, "warm_after": _WARM_AFTER})
     measure_time(result, quick=quick)
-    measure_alone(result, 1 if quick else 8)
-    measure_peers(result, 1 if quick else 3, 2 if quick else 20)
+    measure_alone(result, 1 if quick else 5)
+    measure_peers(result, 1 if quick else 2, 2 if quick else 20)
     for kind, batch_size in _MEMORY_CASES[: 1 if quick else None]:
         measure_memory(result, kind, batch_size, 2 if quick else 5)
     result.write()
