@@ -42,6 +42,7 @@ from holdfast.guard.step.passes import EmptyPartError
 from holdfast.guard.step.replay import Replay
 from holdfast.learning.probes import probe
 from holdfast.loader.splitting import Split, versions_of
+from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.ladder import MemoryLadder, Remedies
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky, release_memory
@@ -192,6 +193,8 @@ class StepEngine:
             self._step_optimizers(work.names, outcome)
             if self._step_id == _COMPARED_STEP:
                 self._compare_with_forecast()
+            elif self._step_id < _COMPARED_STEP and self.parts.device_type() == "cpu":
+                trim_heap()  # what only the first steps take, such as a copy of the batch, would stay in the heap
             self.loss_scale.update()
         except RuntimeError as error:
             if is_sticky(error):
