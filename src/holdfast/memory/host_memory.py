@@ -6,7 +6,7 @@ back at once, 84 of 84 recovered. The price is that their pages come zeroed from
 doubles the time of a step with activations of that size.
 
 Where nothing limits this process, the kernel refuses it no memory, and there is nothing to recover from: there the
-heap keeps what a step frees, which takes 4 to 29 % less time than glibc's own setting (benchmarks/malloc_threshold).
+heap keeps what a step frees, which takes 16 to 27 % less time than glibc's own setting (benchmarks/malloc_threshold).
 """
 
 from __future__ import annotations
