@@ -181,7 +181,7 @@ def test_what_a_forecast_is_made_of_trains(tmp_path):
 
 @pytest.mark.slow
 def test_it_learns_to_recognise_voices_that_it_never_heard(tmp_path):
-    """In 100 steps over twelve voices the error rate of four others falls from 1 to below 0.8."""
-    options = ("--speakers", 12, "--sentences", 16, "--words", 3, "--batch-size", 8, "--channels", 128)
-    options += ("--n-mels", 40, "--max-steps", 100, "--eval-interval-steps", 100, "--learning-rate", 5e-3)
-    assert run(tmp_path / "run", *options)["figures"]["character_error_rate"] < 0.8
+    """In 140 steps over twelve voices the error rate of four others falls from 1 to below 0.6."""
+    options = ("--speakers", 12, "--sentences", 16, "--words", 3, "--batch-size", 16, "--channels", 128)
+    options += ("--n-mels", 40, "--max-steps", 140, "--eval-interval-steps", 140)
+    assert run(tmp_path / "run", *options)["figures"]["character_error_rate"] < 0.6
