@@ -110,13 +110,13 @@ def was_short(attempt: dict[str, Any]) -> bool:
 def forked(recipe: str, attempt: dict[str, Any], needed: dict[str, int]) -> tuple[int, Any]:
     """Make the attempt in a copy of this process; return how it ended, and what it used."""
     if (pid := os.fork()) == 0:
-        limit_memory(2**45)  # never met: the guard sets malloc as it does under a limit
         log = os.open(attempt["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         if not attempt.keys() & {"limit", "measure"}:  # may a batch be split? Nothing asks here
             os.environ["HOLDFAST_CHECK_SPLIT"] = "false"
         else:  # small activations too go back to the system, or what the first step freed makes room for the next
+            limit_memory(2**45)  # never met: after a first limit the others leave malloc as the guard sets it
             os.environ["HOLDFAST_CPU_MALLOC_THRESHOLD_BYTES"] = str(2**17)
         if "limit" in attempt:
             step, share, measured_in = attempt["limit"]
