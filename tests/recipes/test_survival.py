@@ -33,6 +33,7 @@ class Tiny:
         wide: Further options of the two attempts that differ in the memory that one of their steps may take.
         share: Of what that step takes, which is left to it.
         limited_step: Which step that is.
+        malloc: From which size on what is freed goes back to the system, in bytes.
         bad: Sample that cannot be read.
         killing: Sample that kills its worker.
         data: Makes what all attempts share in a folder, and returns the options that name it.
@@ -44,6 +45,7 @@ class Tiny:
     data: Callable[[Path], Sequence[object]]
     share: float = 0.5
     limited_step: int = 1
+    malloc: int = 2**22
     bad: int = 3
     killing: int = 5
 
@@ -122,6 +124,7 @@ RECIPES = {
         # The first step makes what Adam keeps, nearly half of all that it takes, which no split makes less.
         share=0.75,
         limited_step=2,
+        malloc=2**17,
         data=clips,
     ),
     "gan": Tiny(
@@ -181,12 +184,15 @@ class Attempts:
         at_step = chance.randrange(4, self.tiny.steps - 1)
         bad = {"bad": self.tiny.bad}
         worker = {"workers": 2, "killing": self.tiny.killing, "mark": str(place / "worker was killed"), **bad}
+        short = {"wide": True, "malloc": self.tiny.malloc}
         command = [
             self._attempt("undisturbed", **bad),
             self._attempt("killed", **worker, die=[at_step, 0.02 * chance.random()]),
             self._attempt("killed", **worker, resume=True),
-            self._attempt("roomy", wide=True, measure=self.tiny.limited_step),
-            self._attempt("narrow", wide=True, limit=[self.tiny.limited_step, self.tiny.share, "roomy"]),
+            self._attempt("roomy", wide=True, malloc=self.tiny.malloc, measure=self.tiny.limited_step),
+            self._attempt(
+                "narrow", wide=True, malloc=self.tiny.malloc, limit=[self.tiny.limited_step, self.tiny.share, "roomy"]
+            ),
         ]
         ended = run_prepared(["-m", PROGRAM, recipe, json.dumps(command)], timeout=400, cwd=ROOT)
         assert ended.returncode == 0, ended.stderr[-3000:]

@@ -115,9 +115,9 @@ def forked(recipe: str, attempt: dict[str, Any], needed: dict[str, int]) -> tupl
         os.dup2(log, 2)
         if not attempt.keys() & {"limit", "measure"}:  # may a batch be split? Nothing asks here
             os.environ["HOLDFAST_CHECK_SPLIT"] = "false"
-        else:  # small activations too go back to the system, or what the first step freed makes room for the next
+        else:  # what the first step freed must go back to the system, or it makes room for the next one
             limit_memory(2**45)  # never met: after a first limit the others leave malloc as the guard sets it
-            os.environ["HOLDFAST_CPU_MALLOC_THRESHOLD_BYTES"] = str(2**17)
+            os.environ["HOLDFAST_CPU_MALLOC_THRESHOLD_BYTES"] = str(attempt["malloc"])
         if "limit" in attempt:
             step, share, measured_in = attempt["limit"]
             attempt["limit"] = [step, int(share * needed.get(measured_in, 0))]
