@@ -184,15 +184,13 @@ class Attempts:
         at_step = chance.randrange(4, self.tiny.steps - 1)
         bad = {"bad": self.tiny.bad}
         worker = {"workers": 2, "killing": self.tiny.killing, "mark": str(place / "worker was killed"), **bad}
-        short = {"wide": True, "malloc": self.tiny.malloc}
+        short: dict[str, Any] = {"wide": True, "malloc": self.tiny.malloc}
         command = [
             self._attempt("undisturbed", **bad),
             self._attempt("killed", **worker, die=[at_step, 0.02 * chance.random()]),
             self._attempt("killed", **worker, resume=True),
-            self._attempt("roomy", wide=True, malloc=self.tiny.malloc, measure=self.tiny.limited_step),
-            self._attempt(
-                "narrow", wide=True, malloc=self.tiny.malloc, limit=[self.tiny.limited_step, self.tiny.share, "roomy"]
-            ),
+            self._attempt("roomy", **short, measure=self.tiny.limited_step),
+            self._attempt("narrow", **short, limit=[self.tiny.limited_step, self.tiny.share, "roomy"]),
         ]
         ended = run_prepared(["-m", PROGRAM, recipe, json.dumps(command)], timeout=400, cwd=ROOT)
         assert ended.returncode == 0, ended.stderr[-3000:]
