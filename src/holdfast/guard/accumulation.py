@@ -91,7 +91,7 @@ class Accumulation:
         self._begins()
         self.attempting = True
         try:
-            with self._observing():
+            with self._observing() or contextlib.nullcontext():
                 yield
         finally:
             self.attempting = False

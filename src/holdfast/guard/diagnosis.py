@@ -88,13 +88,15 @@ class Diagnosis:
         last = self._newest_batch() if self._newest_batch is not None else None
         plain = type(batch) in (list, tuple) and batch and isinstance(batch[0], Tensor)
         first = batch[0] if plain else next(iter(tensors_in(batch)), batch)
-        with contextlib.suppress(TypeError):  # a list without tensors takes no weak reference
+        try:  # noqa: SIM105 - in every step
             self._newest_batch = weakref.ref(first)
+        except TypeError:
+            pass  # a list without tensors takes no weak reference
         self._observer.mode.loaded = not again and first is not last
 
-    def attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a forward and backward pass."""
-        return contextlib.nullcontext() if self._observer is None else self._observer.begin_step()
+    def attempt(self) -> contextlib.AbstractContextManager[None] | None:
+        """Return the context of a forward and backward pass that is looked at, or None."""
+        return None if self._observer is None or not self._observer.due() else self._observer.begin_step()
 
     def before_step(self, name: str, attempt: Attempt) -> None:
         """Take in that an optimizer is about to step, with the gradients of an attempt."""
@@ -123,6 +125,8 @@ class Diagnosis:
         limit, facts = self._max_grad_norm, outcome.attempt.facts
         clipped = limit if limit is not None and facts.total > limit else 0.0
         fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
+        if not fresh:
+            return
         self._emit(fresh)
         if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
             known = self._observer.findings()

@@ -327,7 +327,7 @@ class Guard:
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
-            with self._record.errors(), self._stop.interruptible(), evaluating(models, devices):
+            with self._record.errors(), self._stop, evaluating(models, devices):
                 yield
         except Interrupted:
             self._end_process()

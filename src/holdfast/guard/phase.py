@@ -78,9 +78,9 @@ class RunState:
 
     def begin(self) -> None:
         """Begin a step."""
-        before = self.phase
-        self._go(Phase.IN_STEP, *_STEPS_BEGIN)
-        self._before_step = before
+        if self.phase not in _STEPS_BEGIN:
+            raise self._impossible(Phase.IN_STEP)
+        self._before_step, self.phase = self.phase, Phase.IN_STEP
 
     def take_back(self) -> None:
         """Note that a step has left no trace: the phase is that from before it."""
@@ -88,11 +88,15 @@ class RunState:
 
     def commit(self) -> None:
         """Note that optimizers begin to move weights."""
-        self._go(Phase.COMMITTING, Phase.IN_STEP)
+        if self.phase is not Phase.IN_STEP:
+            raise self._impossible(Phase.COMMITTING)
+        self.phase = Phase.COMMITTING
 
     def committed(self) -> None:
         """Note that all that belongs to a committed step is done."""
-        self._go(self._before_step if self._before_step in _LASTING else Phase.AFTER_STEP, Phase.COMMITTING)
+        if self.phase is not Phase.COMMITTING:
+            raise self._impossible(Phase.AFTER_STEP)
+        self.phase = self._before_step if self._before_step in _LASTING else Phase.AFTER_STEP
 
     def skipped(self) -> None:
         """Note that a step which has left no trace will not be made with this batch."""
@@ -112,8 +116,10 @@ class RunState:
 
     def boundary(self) -> None:
         """Note that all that belongs to a batch is done."""
-        if self.phase not in (*_LASTING, Phase.CLOSED):
-            self._go(Phase.AT_BOUNDARY, Phase.AT_BOUNDARY, Phase.AFTER_STEP)
+        if self.phase is Phase.AFTER_STEP or self.phase is Phase.AT_BOUNDARY:
+            self.phase = Phase.AT_BOUNDARY
+        elif self.phase not in (*_LASTING, Phase.CLOSED):
+            raise self._impossible(Phase.AT_BOUNDARY)
 
     @contextlib.contextmanager
     def rolling_back(self) -> Iterator[None]:
@@ -140,5 +146,8 @@ class RunState:
 
     def _go(self, to: Phase, *allowed: Phase) -> None:
         if self.phase not in allowed:
-            raise AssertionError(f"from {self.phase.value!r} a run cannot go to {to.value!r}")
+            raise self._impossible(to)
         self.phase = to
+
+    def _impossible(self, to: Phase) -> AssertionError:
+        return AssertionError(f"from {self.phase.value!r} a run cannot go to {to.value!r}")

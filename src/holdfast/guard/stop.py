@@ -12,8 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -23,7 +22,7 @@ _ONE_REQUEST_SECONDS = 0.1
 
 
 class Interrupted(BaseException):
-    """Raised by the signal handler inside `StopRequest.interruptible`, and never seen by users."""
+    """Raised by the signal handler in the context of a `StopRequest`, and never seen by users."""
 
 
 def _let_workers_die() -> None:
@@ -89,16 +88,14 @@ class StopRequest:
             self.reason = None
         self.honoured = False
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Let a signal raise `Interrupted` while the context lasts, also one that came before."""
         if self.by_signal:
             raise Interrupted
         self._interruptible = True
-        try:
-            yield
-        finally:
-            self._interruptible = False
+
+    def __exit__(self, *_: object) -> None:
+        self._interruptible = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked child, such as a worker of the user's own: not our request

@@ -162,7 +162,10 @@ class Observer:
     @property
     def steps(self) -> int:
         """Steps of the optimizer that made most."""
-        return max([each.known.steps for each in self._optimizers.values()], default=0)
+        most = 0
+        for each in self._optimizers.values():
+            most = max(most, each.known.steps)
+        return most
 
     def due(self) -> bool:
         """Return whether the next step is to be sampled."""
@@ -171,7 +174,7 @@ class Observer:
         return is_sampled(self._ticks, len(self._optimizers))
 
     def begin_step(self) -> contextlib.AbstractContextManager[None]:
-        """Observe the forward and backward passes inside, if this step is sampled; may be entered several times."""
+        """Observe the forward and backward passes inside, if this step is `due`; may be entered several times."""
         return self._seeing() if self.due() else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -316,7 +319,8 @@ class Observer:
     def _end(self) -> None:
         self._ticks += 1
         sampled, self._sampled, self.mode.loaded = self._sampled, False, False
-        self.hooks.end_step()
+        if sampled:
+            self.hooks.end_step()
         self._observed += sampled
         rounds = self._observed / max(1, len(self._optimizers))
         window = self._window_due()

@@ -100,7 +100,7 @@ class OptimizerObserver:
         if self.pending and not has_loss:
             self.add_loss(self.pending[-1])
         self.pending.clear()
-        if self.known.observed >= START_ROUNDS:
+        if self._start is not None and self.known.observed >= START_ROUNDS:
             self.close()
 
     def add_loss(self, value: float) -> None:

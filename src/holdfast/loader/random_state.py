@@ -51,7 +51,7 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
     of_devices = {}
     for device in devices:
         of_devices[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    return RandomState(_python_state(), _numpy_state(), torch.get_rng_state(), of_devices)
+    return RandomState(_python_state(), _numpy_state(), _torch_state(), of_devices)
 
 
 def restore(state: RandomState) -> None:
@@ -121,6 +121,7 @@ def _numpy_state() -> Any:
     return _seen[1]
 
 
+_torch_state = torch.default_generator.get_state
 _seed_torch = torch.default_generator.manual_seed
 
 

@@ -54,8 +54,11 @@ def inspect(groups: Sequence[Group], loss: torch.Tensor, *along: torch.Tensor) -
         The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the order of
         `groups`: fp32 (fp64 for fp64 gradients and after an overflow).
     """
-    found = [p.grad for group in groups for p in group.parameters]
-    gradients = [g if g is not None and g.layout is torch.strided else _dense(g) for g in found]
+    gradients = []
+    for group in groups:
+        for p in group.parameters:
+            g = p.grad
+            gradients.append(g if g is not None and g.layout is torch.strided else _dense(g))
     facts, each = _summarise(groups, _norms(gradients), loss, *along)
     if math.isfinite(facts.total) or not math.isfinite(facts.loss):
         return facts, each
@@ -79,18 +82,20 @@ def _summarise(
 ) -> tuple[GradientFacts, torch.Tensor]:
     first = norms[0]
     each = torch.stack([norm if norm.device == first.device else norm.to(first.device) for norm in norms])
-    sizes = [len(group.parameters) for group in groups]
-    wide = torch.float64 if each.device.type != "mps" else torch.float32
     total = torch.linalg.vector_norm(each)
-    parts = [torch.linalg.vector_norm(part) for part in torch.split(each, sizes)] if len(groups) > 1 else []
-    values = (total, loss, *parts, *along)
-    if {value.is_cpu for value in values} == {True}:
-        read = [value.item() for value in values]
+    parts: list[torch.Tensor] = []
+    if len(groups) > 1:
+        sizes = [len(group.parameters) for group in groups]
+        parts = [torch.linalg.vector_norm(part) for part in torch.split(each, sizes)]
+    if each.is_cpu and loss.is_cpu and not along:
+        total_norm, loss_value, others = total.item(), loss.item(), [part.item() for part in parts] if parts else []
     else:  # in one sync
-        read = torch.stack([value.to(each.device, wide) for value in values]).tolist()
-    total_norm, loss_value, *others = read
+        wide = torch.float64 if each.device.type != "mps" else torch.float32
+        values = (total, loss, *parts, *along)
+        total_norm, loss_value, *others = torch.stack([value.to(each.device, wide) for value in values]).tolist()
+    names = [group.name for group in groups] if parts else [groups[0].name]
     facts = GradientFacts(
-        norms={group.name: norm for group, norm in zip(groups, others[: len(parts)] or [total_norm], strict=True)},
+        norms=dict(zip(names, others[: len(parts)] or [total_norm], strict=True)),
         total=total_norm,
         loss=loss_value,
         overflowed=False,

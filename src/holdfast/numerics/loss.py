@@ -81,6 +81,8 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
         BatchError: H201 for something that is no scalar loss, H202 for one without a graph, H203 for items
             that are no count of zero or more.
     """
+    if type(returned) is torch.Tensor and returned.requires_grad and not (returned.dim() or returned.is_complex()):
+        return Terms(means=(returned,), items=(1 if samples is None else samples,), declared=False)  # the usual one
     pairs, declared = _pairs(returned, samples)
     counted = declared and isinstance(returned, tuple) and not isinstance(returned[0], Loss)
     means = tuple(_scalar(mean) for mean, _ in pairs)

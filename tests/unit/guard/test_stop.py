@@ -48,7 +48,7 @@ def test_a_worker_that_dies_of_the_same_signal_loses_neither_request_nor_message
     dying.start()
     with pytest.raises(raised):
         if waits:
-            with stop.interruptible():
+            with stop:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(10)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -94,7 +94,7 @@ class Loop:
         before = self._progress()
         while True:
             try:
-                with self._stop.interruptible():
+                with self._stop:
                     batch = cursor.fetch(iterator)
             except StopIteration:
                 break

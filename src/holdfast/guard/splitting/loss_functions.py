@@ -64,21 +64,23 @@ def called_inside(called: Called) -> CalledInsideError:
 class ReturningALoss:
     """A context for a loss function, in which optimizers refuse to move and ``.grad`` must stay as it is."""
 
-    __slots__ = ("_attributes", "_before", "_own", "_parameters")
+    __slots__ = ("_before", "_optimizers", "_own", "_parameters")
 
     def __init__(self, optimizers: Iterable[Optimizer], parameters: Sequence[torch.Tensor]) -> None:
-        self._attributes = [vars(optimizer) for optimizer in optimizers]
+        self._optimizers = optimizers
         self._parameters = parameters
 
     def __enter__(self) -> None:
         self._before = _marks(self._parameters)
-        self._own = [attributes.get("step") for attributes in self._attributes]  # schedulers put theirs there too
-        for attributes in self._attributes:
+        self._own: list[tuple[dict[str, Any], Any]] = []
+        for optimizer in self._optimizers:
+            attributes = vars(optimizer)
+            self._own.append((attributes, attributes.get("step")))  # schedulers put theirs there too
             # Only `step`: zero_grad is found where it empties something, since frameworks call it in between.
             attributes["step"] = _refuse_step
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for attributes, own in zip(self._attributes, self._own, strict=True):
+        for attributes, own in self._own:
             if own is None:
                 attributes.pop("step", None)
             else:
@@ -163,9 +165,14 @@ def _described(value: Any, depth: int) -> str:
         return _with(_described(value.__func__, depth), [value.__self__], depth)
     code = getattr(value, "__code__", None)
     if code is not None:
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        bound = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return _with(_name_of(code), bound, depth)
+        bound = []
+        for cell in value.__closure__ or ():
+            try:  # noqa: SIM105 - in every step
+                bound.append(cell.cell_contents)
+            except ValueError:
+                pass  # it is empty
+        bound += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return _with(_name_of(code), bound, depth) if bound else _name_of(code)
     bound = [own for key, own in getattr(value, "__dict__", {}).items() if key not in _OF_TORCH]
     return _with(type(value).__qualname__, bound, depth)
 
@@ -179,7 +186,12 @@ def _name_of(code: types.CodeType) -> str:
 def _with(name: str, bound: Iterable[Any], depth: int) -> str:
     if depth == 0:
         return name
-    texts = [text for value in bound if (text := _plain(value, depth - 1))]
+    texts = []
+    for value in bound:
+        if isinstance(value, nn.Module) and _has_weights(value):
+            continue  # the usual one: the models are the guard's own
+        if text := _plain(value, depth - 1):
+            texts.append(text)
     return f"{name}({', '.join(texts)})" if texts else name
 
 
@@ -195,14 +207,6 @@ def _plain(value: Any, depth: int) -> str:
 def _has_weights(value: Any) -> bool:
     own = value.__dict__ if isinstance(value, nn.Module) else {}
     return bool(own.get("_parameters")) or any(map(_has_weights, own.get("_modules", {}).values()))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - it raises when empty
-    except ValueError:
-        return False
-    return True
 
 
 # --- what a call leaves behind ------------------------------------------------------------------------------------

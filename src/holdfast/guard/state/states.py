@@ -81,7 +81,11 @@ class StateKeeper:
 
     def learn(self) -> list[str]:
         """After an attempt that will be committed, see which large objects change; return those that are new."""
-        return [kept.name for kept in self._kept if kept.learn()]
+        new = []
+        for kept in self._kept:
+            if kept.large and kept.learn():
+                new.append(kept.name)  # noqa: PERF401 - in every step, mostly of nothing
+        return new
 
     def now(self) -> dict[str, Any]:
         """Return copies of everything as it is now."""
@@ -97,27 +101,26 @@ class _Kept:
         self._every = every
         # None: not known yet. Frozen weights may be many times what is trained: no copy before they have changed.
         self._changes: bool | None = False if isinstance(stateful, FrozenParameters) and not every else None
-        self._large = False
+        self.large = False
         self._steps = 0
         self._copy: tuple[Any] | None = None
         self._print: list[Any] | None = None
 
     @property
     def untouched(self) -> bool:
-        return self._large and self._changes is False
+        return self.large and self._changes is False
 
     def keep(self, *, look: bool) -> None:
         self._steps += not look
-        due = look or self._steps & (self._steps - 1) == 0
         self._copy = self._print = None
-        if self.untouched and not due:
+        if self.large and self._changes is False and not look and self._steps & (self._steps - 1):
             return
         if isinstance(self.stateful, FrozenParameters) and not self.stateful.choose():
             self._copy = ({},)
             return
         with contextlib.suppress(Exception):  # an object that cannot say or copy its state: nothing is promised
             tree = self.stateful.state_dict()
-            self._large = not self._every and not is_small(tree, most_entries=_SMALL_ENTRIES, most_bytes=_SMALL_BYTES)
+            self.large = not self._every and not is_small(tree, most_entries=_SMALL_ENTRIES, most_bytes=_SMALL_BYTES)
             if self.untouched:
                 self._print = fingerprint(tree)
                 return
@@ -126,7 +129,7 @@ class _Kept:
             except Exception as error:
                 if find_out_of_memory(error) is None:
                     raise
-                self._large, self._changes = True, bool(self._changes)
+                self.large, self._changes = True, bool(self._changes)
                 self._print = fingerprint(tree)
 
     def put_back(self) -> bool:
@@ -136,7 +139,7 @@ class _Kept:
                 if self._print is not None and fingerprint(self.stateful.state_dict()) != self._print:
                     self._changes = True  # from the next step on there is a copy
                     return False
-                return self._large and not self._changes
+                return self.large and not self._changes
             if same(self.stateful.state_dict(), self._copy[0]):
                 return True
             self._changes = True
@@ -146,8 +149,8 @@ class _Kept:
             return False
 
     def learn(self) -> bool:
-        """Return whether it has just been seen to change although there was no copy."""
-        if not self._large or self._changes or (self._copy is None and self._print is None):
+        """Return whether a large object has just been seen to change although there was no copy."""
+        if self._changes or (self._copy is None and self._print is None):
             return False
         try:
             now = self.stateful.state_dict()

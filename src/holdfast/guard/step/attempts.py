@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -41,6 +41,8 @@ from holdfast.numerics.gradients import Group, inspect
 from holdfast.numerics.loss import check_count
 
 _NOTHING = contextlib.nullcontext()
+Observing: TypeAlias = Callable[[], contextlib.AbstractContextManager[None] | None]
+"""Returns the context of a forward and backward pass that is looked at; None: this one is not."""
 
 
 class Attempts:
@@ -51,7 +53,7 @@ class Attempts:
         parts: Parts,
         policy: Policy,
         record: RunRecord,
-        observing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        observing: Observing = lambda: None,
     ) -> None:
         self._parts = parts
         self._record = record
@@ -114,8 +116,9 @@ class Attempts:
         if key != self._stepped_last:
             mine = set(key)
             self._stepped_last, self._others = key, [p for p in self._all_parameters if id(p) not in mine]
-        if any(p.requires_grad for p in self._others):
-            return [p for p in parameters if p.requires_grad]
+        for other in self._others:
+            if other.requires_grad:
+                return [p for p in parameters if p.requires_grad]
         return None
 
     def make(self, work: Work, plan: Plan) -> Attempt:
@@ -124,12 +127,16 @@ class Attempts:
         work.prepared = True
         self._passes.watched, self._unlooked = self._unlooked, []  # once: it takes a look at each parameter
         work.measured = self._was_measured = False
-        with self.observing(), self._measuring(work, plan) if work.out_of_memory else _NOTHING:
+        seeing = self.observing()
+        if seeing is None and not work.out_of_memory:
             passed = self.run(work, plan, verify=True)
+        else:
+            with seeing or _NOTHING, self._measuring(work, plan):
+                passed = self.run(work, plan, verify=True)
         self._verified.update(plan.recompute)
-        self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)
+        self.loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
-        if not any(group.parameters for group in groups):
+        if not groups[0].parameters and not any(group.parameters for group in groups):
             raise BatchError(
                 f"no parameter of {', '.join(work.names)} received a gradient",
                 limit="the loss must depend on the parameters that are stepped",
@@ -161,7 +168,7 @@ class Attempts:
         What helps exactly is chosen before a batch is split. Its parts are not measured: hooks on saved tensors make
         cycles, so that each part would stay until they are collected.
         """
-        if self._measured is None or self.compiled:
+        if not work.out_of_memory or self._measured is None or self.compiled:
             return _NOTHING
         if work.size is not None and plan.samples(work.size) != work.size:
             return _NOTHING
@@ -283,9 +290,12 @@ class Attempts:
 
     def _let_state_exist(self, names: Sequence[str]) -> None:
         """Make the state of parameters that get their first gradient late, before the step is committed."""
-        for optimizer in (self._parts.optimizers[name] for name in names):
+        for name in names:
+            optimizer = self._parts.optimizers[name]
+            if not optimizer.state:
+                continue
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            if optimizer.state and len(optimizer.state) < len(held):
+            if len(optimizer.state) < len(held):
                 missing = [p for p in held if p.grad is not None and p not in optimizer.state]
                 if missing:
                     _create_state(optimizer, missing)
@@ -326,9 +336,9 @@ class Attempts:
         new = self.buffers.learn()
         if new:
             self._record.emit(run_events.MutableBuffers(buffers=tuple(new[:20]), count=len(new)))
-        late = [name for name in new if name in self.buffers.states.names()]
-        if late and work.attempts > 1:
-            self._record.emit(run_events.NotRestored(names=tuple(late)))
+            late = [name for name in new if name in self.buffers.states.names()]
+            if late and work.attempts > 1:
+                self._record.emit(run_events.NotRestored(names=tuple(late)))
 
 
 def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -13,7 +13,6 @@ is retried: an optimizer that fails half-way raises `PartialOptimizerStep`, and 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -66,8 +65,7 @@ class StepEngine:
         self._split = split
         self._devices = parts.devices()
         self.diagnosis = Diagnosis(parts, policy, record)
-        observing = self.diagnosis.attempt if policy.diagnose else contextlib.nullcontext
-        self.attempts = Attempts(parts, policy, record, observing)
+        self.attempts = Attempts(parts, policy, record, self.diagnosis.attempt)
         self._safety = self.attempts.safety
         self.buffers = self.attempts.buffers
         self.loss_scale = self.attempts.loss_scale
@@ -227,7 +225,9 @@ class StepEngine:
         while True:
             work.attempts += 1
             try:
-                return self._make(work)
+                if self._step_id == _COMPARED_STEP:
+                    self._begin_comparison()
+                return self.attempts.make(work, self.ladder.plan)
             except Exception as error:
                 found = find_out_of_memory(error)
                 mismatch = bool(self.ladder.plan.recompute) and may_come_of_recomputing(error)
@@ -268,11 +268,9 @@ class StepEngine:
             work.out_of_memory += 1
             self._decide(work, found)
 
-    def _make(self, work: Work) -> Attempt:
-        if self._step_id == _COMPARED_STEP:
-            for device in self._cuda:
-                torch.cuda.reset_peak_memory_stats(device)
-        return self.attempts.make(work, self.ladder.plan)
+    def _begin_comparison(self) -> None:
+        for device in self._cuda:
+            torch.cuda.reset_peak_memory_stats(device)
 
     def _compare_with_forecast(self) -> None:
         """Record how far the forecast was off, once."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +21,6 @@ from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import fresh
 from holdfast.numerics.loss import Terms, bad_items, read_loss, without_graph
 
-_NOTHING = contextlib.nullcontext()
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 
 
@@ -155,13 +153,21 @@ class Passes:
         return read_loss(self._call(loss_fn, loss_fn, part), samples, needs_graph=needs_graph)
 
     def _call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        with self._safety.inside(), autocast(self._device_type, self._precision):
-            return self._safety.called(loss_fn, function, fresh(part))
+        with self._safety.inside():
+            if self._precision == "fp32":
+                return self._safety.called(loss_fn, function, fresh(part))
+            with autocast(self._device_type, self._precision):
+                return self._safety.called(loss_fn, function, fresh(part))
 
     def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
-        if reached is None or reached:  # into nothing there is no backward
-            with weights_stay(self.watched) if self.watched else _NOTHING:
-                self._loss_scale.scale(loss).backward(inputs=reached)  # type: ignore[no-untyped-call]
+        if reached is not None and not reached:
+            return  # into nothing there is no backward
+        loss = self._loss_scale.scale(loss)
+        if not self.watched:
+            loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
+            return
+        with weights_stay(self.watched):
+            loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
 
 
 class LossScale:
@@ -180,12 +186,12 @@ class LossScale:
         """Return the loss times the scale."""
         return self._scaler.scale(loss) if self._enabled else loss
 
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients of these optimizers by the scale, once in a step."""
+    def unscale(self, optimizers: Mapping[str, Optimizer], names: Sequence[str]) -> None:
+        """Divide the gradients of these optimizers by the scale, if there is one, once in a step."""
         if self._enabled:
             self._unscaled = True
-            for optimizer in optimizers:
-                self._scaler.unscale_(optimizer)
+            for name in names:
+                self._scaler.unscale_(optimizers[name])
 
     def update(self) -> None:
         """Move the scale after a step: down if a gradient was not finite, up after many that were."""
