@@ -152,12 +152,15 @@ class OptimizerObserver:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later judgements need of the past, as plain data."""
-        return {"steps": self.known.steps, "losses": [list(point) for point in self.known.losses]}
+        return {
+            "steps": self.known.steps,
+            "losses": [list(column) for column in zip(*self.known.losses, strict=True)],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.known.steps = int(state["steps"])
-        self.known.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
+        self.known.losses = [(int(step), float(loss)) for step, loss in zip(*state["losses"], strict=True)]
 
 
 def _scaled_share(factors: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.core.clock import Clock
-from holdfast.guard.state.trees import copied_to_host
+from holdfast.guard.state.trees import copied_to_host, is_flat
 
 _KEPT = 2
 _MOST_FAILURES = 3
@@ -97,4 +97,4 @@ def _size_bytes(tree: Any) -> int:
         return tree.nbytes
     if isinstance(tree, dict):
         return sum(map(_size_bytes, tree.values()))
-    return sum(map(_size_bytes, tree)) if type(tree) in (list, tuple) else 0
+    return sum(map(_size_bytes, tree)) if type(tree) in (list, tuple) and not is_flat(tree) else 0

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 
 
@@ -29,11 +30,18 @@ def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torc
         for key, value in tree.items():
             made[key] = copied(value, copy_tensor)
         return made
+    if is_flat(tree):
+        return type(tree)(tree)
     if type(tree) in (list, tuple):
         return type(tree)([copied(value, copy_tensor) for value in tree])
     if type(tree) is collections.deque:
         return collections.deque([copied(value, copy_tensor) for value in tree], tree.maxlen)
-    return copy.deepcopy(tree)
+    return tree if type(tree) in _PLAIN else copy.deepcopy(tree)
+
+
+def is_flat(tree: Any) -> bool:
+    """Say whether this is a list or tuple of nothing but plain values, which may be long."""
+    return type(tree) in (list, tuple) and _PLAIN.issuperset(map(type, tree))
 
 
 def children_of(tree: Any) -> list[Any]:
