@@ -63,6 +63,7 @@ class IntervalChooser:
         self._steps_to_wait = _LEAST_STEPS
         self._first: tuple[float, float] | None = None
         self.costs: deque[tuple[float, float]] = deque(maxlen=_SAVES)
+        self._computed: deque[float] = deque(maxlen=_SAVES)  # CPU time of the writer
 
     def boundary(self, seconds: float, *, writing: bool) -> None:
         """Note that a step is over, and whether a save is written meanwhile; times are monotonic."""
@@ -100,8 +101,12 @@ class IntervalChooser:
         """Note the cost of the save before the first step: an upper bound, as long as no other is known."""
         self._first = seconds, seconds
 
-    def save_took(self, *, stall_seconds: float, seconds: float) -> None:
-        """Note how long a save held the loop and took; steps meanwhile count with what they took beyond the usual."""
+    def save_took(self, *, stall_seconds: float, seconds: float, cpu_seconds: float = 0.0) -> None:
+        """Note how long a save held the loop and took; steps meanwhile count with what they took beyond the usual.
+
+        `cpu_seconds` is what its writer computed, where the training wants the same cores.
+        """
+        self._computed.append(cpu_seconds)
         slower = 0.0
         if self._usual and self._during:  # medians: an evaluation in between is no slow step
             slower = len(self._during) * (statistics.median(self._during) - statistics.median(self._usual))
@@ -132,6 +137,9 @@ class IntervalChooser:
             ),
             f"keeps the cost of saving at {self._most_overhead:.2g} of the time": cost / self._most_overhead,
             "is as long as one write": write,
+            f"keeps the CPU time of saving at {self._most_overhead:.2g} of the time": (
+                statistics.median(self._computed or [0.0]) / self._most_overhead
+            ),
         }
         why = max(bounds, key=lambda name: bounds[name])
         steps = max(1, math.ceil(bounds[why] / step))

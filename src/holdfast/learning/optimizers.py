@@ -52,7 +52,10 @@ class OptimizerObserver:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _learning_rate(self) -> float:
-        return max([float(group["lr"]) for group in self.optimizer.param_groups], default=0.0)
+        highest = 0.0
+        for group in self.optimizer.param_groups:
+            highest = max(highest, float(group["lr"]))
+        return highest
 
     def begin_step(self, *, closure: bool) -> None:
         """Count a step, and read the learning rates (one host sync where they are tensors); every step."""

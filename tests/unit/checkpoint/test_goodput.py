@@ -106,11 +106,17 @@ def _chooser(between_failures: float = _DAY, overhead: float = 0.01) -> Interval
 
 
 def _decided(
-    step: float, stall: float, write: float, *, between_failures: float = _DAY, overhead: float = 0.01
+    step: float,
+    stall: float,
+    write: float,
+    *,
+    cpu: float = 0.0,
+    between_failures: float = _DAY,
+    overhead: float = 0.01,
 ) -> tuple[IntervalChooser, SaveInterval | None]:
     chooser = _chooser(between_failures, overhead)
     _Steps(chooser).make(20, step)
-    chooser.save_took(stall_seconds=stall, seconds=write)
+    chooser.save_took(stall_seconds=stall, seconds=write, cpu_seconds=cpu)
     return chooser, chooser.decide()
 
 
@@ -130,19 +136,20 @@ def test_the_first_save_bounds_the_cost_until_one_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stall", "write", "between_failures", "binding"),
+    ("stall", "write", "cpu", "between_failures", "binding"),
     [
-        (0.1, 2.0, _DAY, "cost least"),  # sqrt(2 * 86400 * 0.1) = 131 s
-        (1.0, 2.0, 600.0, "at 0.01 of the time"),  # 36 s is less than 1 s / 0.01
-        (0.001, 90.0, 600.0, "as one write"),
+        (0.1, 2.0, 1.0, _DAY, "cost least"),  # sqrt(2 * 86400 * 0.1) = 131 s
+        (1.0, 2.0, 0.9, 600.0, "cost of saving at 0.01 of the time"),  # 36 s is less than 1 s / 0.01
+        (0.001, 90.0, 0.1, 600.0, "as one write"),
+        (0.01, 2.0, 1.5, _DAY, "CPU time of saving at 0.01 of the time"),
     ],
 )
-def test_each_bound_holds(stall: float, write: float, between_failures: float, binding: str) -> None:
-    """The optimum, the budget and the time of a write: the longest of the three is taken, and said."""
-    _, decision = _decided(0.5, stall, write, between_failures=between_failures)
+def test_each_bound_holds(stall: float, write: float, cpu: float, between_failures: float, binding: str) -> None:
+    """The optimum, the budgets and the time of a write: the longest of the four is taken, and said."""
+    _, decision = _decided(0.5, stall, write, cpu=cpu, between_failures=between_failures)
     assert decision is not None
     assert binding in decision.reason
-    longest = max(optimal_interval_seconds(stall, between_failures, 0.0), stall / 0.01, write)
+    longest = max(optimal_interval_seconds(stall, between_failures, 0.0), stall / 0.01, write, cpu / 0.01)
     assert decision.steps == math.ceil(longest / 0.5)
 
 

@@ -201,8 +201,8 @@ class Policy:
     the last of a run are not; nor is any where the copy would take more than a quarter of the memory available."""
 
     save_overhead: float = 0.01
-    """The largest share of the time that saves may take from training, for ``save_interval_steps="auto"``. 0.01:
-    CheckFreq (FAST '21) allows itself 0.035."""
+    """The largest share of the time that saves may take from training, for ``save_interval_steps="auto"``; on the CPU
+    also of what their writer computes. 0.01: CheckFreq (FAST '21) allows itself 0.035."""
 
     mean_time_between_failures_hours: float = 24.0
     """Expected time from one failure of the job to the next, crashes of your own and preemptions among them, for

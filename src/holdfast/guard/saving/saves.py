@@ -9,6 +9,7 @@ There is one writer at a time, and whoever looks at the checkpoints waits for it
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class _Save:
     started: float  # when, by the clock
     stall_seconds: float | None = None  # how long the loop was held; None if it is until the end
     seconds: float = 0.0  # how long it took, once it is over
+    cpu_seconds: float = 0.0  # what the thread that wrote it computed
     entry: Entry | None = None  # the checkpoint, if it was saved
     refused: str | None = None  # why, if it was refused
     error: Exception | None = None  # what was raised, if it failed
@@ -255,7 +257,7 @@ class Saving:
 
     def _carry_out(self, save: _Save, find_nonfinite: Callable[[Named], tuple[list[str], int]]) -> _Save:
         """Look through the state, write it and prune. Nothing is raised: errors are in what is returned."""
-        step = save.shot.global_step
+        step, cpu_began = save.shot.global_step, time.thread_time()
         try:
             bad, count = find_nonfinite(save.must_be_finite)
             if count:
@@ -271,7 +273,7 @@ class Saving:
         except (OSError, HoldfastError) as error:
             removed = []  # the checkpoint is good all the same
             self._record.emit(run_events.PruneFailed(error=str(error)), global_step=step)
-        save.entry = entry
+        save.entry, save.cpu_seconds = entry, time.thread_time() - cpu_began
         stall = self._end(save)
         # Of the saves before: what this one takes is known when the step that goes on beside it is over, and an event
         # that waited for that would be lost with a kill.
@@ -313,7 +315,8 @@ class Saving:
         """Take in what the writer has finished, and look at the interval again."""
         if self._every is not None:  # with an interval that was given too: the recording says what its saves cost
             self.chooser.boundary(self._clock.monotonic_seconds(), writing=self._job is not None)
-        self.collected()
+        if self._job is not None:
+            self.collected()
         if self._every == "auto":
             decision = self.chooser.decide()
             if decision is not None:
@@ -359,7 +362,9 @@ class Saving:
         if first:
             self.chooser.first_save_took(save.seconds)
         else:
-            self.chooser.save_took(stall_seconds=save.stall_seconds or 0.0, seconds=save.seconds)
+            computed = save.cpu_seconds if self._cuda is None else 0.0
+            stall = save.stall_seconds or 0.0
+            self.chooser.save_took(stall_seconds=stall, seconds=save.seconds, cpu_seconds=computed)
 
     # --- its memory -----------------------------------------------------------------------------------------
 

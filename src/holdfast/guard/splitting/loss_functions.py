@@ -129,8 +129,9 @@ class FilledOutside:
         """Raise H210 the first time, if gradients are there. Cost: if so, host syncs."""
         others = FilledOutside.begun != self._begun_before  # another guard may have stepped the same parameters
         FilledOutside.begun += 1
-        left = [] if others else self._empty
-        self._empty = []
+        if not self._empty:
+            return
+        left, self._empty = [] if others else self._empty, []
         filled = [p for p in left if p.grad is not None and bool(p.grad.to_dense().count_nonzero())]
         if filled:
             raise BatchError(

@@ -292,11 +292,12 @@ class Attempts:
         """Make the state of parameters that get their first gradient late, before the step is committed."""
         for name in names:
             optimizer = self._parts.optimizers[name]
-            if not optimizer.state:
-                continue
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            if len(optimizer.state) < len(held):
-                missing = [p for p in held if p.grad is not None and p not in optimizer.state]
+            held, state = 0, optimizer.state
+            for group in optimizer.param_groups:
+                held += len(group["params"])
+            if state and len(state) < held:
+                every = (p for group in optimizer.param_groups for p in group["params"])
+                missing = [p for p in every if p.grad is not None and p not in state]
                 if missing:
                     _create_state(optimizer, missing)
 
