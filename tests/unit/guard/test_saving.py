@@ -197,6 +197,7 @@ def test_what_no_checkpoint_holds_as_it_is_must_be_finite_too(tmp_path):
 def test_without_memory_for_the_copies_the_loop_waits_for_its_saves(tmp_path, monkeypatch, how):
     """Saving is synchronous then, as it was, and that is said once."""
     if how == "too little":
+        monkeypatch.setattr(saving, "_SPARE", 2.0**20)
         monkeypatch.setattr(saving, "available_bytes", lambda: 1000)
     else:
         monkeypatch.setattr(saving, "_SPARE", 2.0**38)

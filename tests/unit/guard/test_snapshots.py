@@ -43,8 +43,8 @@ def test_a_copy_that_fails_is_tried_again_and_costs_none_that_is_there() -> None
 
 def test_a_state_that_takes_too_much_of_the_memory_is_not_copied() -> None:
     """What would take more than a quarter of the available memory is left alone, and not asked for again."""
-    state = {"weight": torch.zeros(1000)}
-    assert snapshots(available=16001).keep(10, state)
-    tight = snapshots(available=15000)
+    state = {"weight": torch.zeros(2**21)}
+    assert snapshots(available=2**25 + 1).keep(10, state)
+    tight = snapshots(available=2**25 - 1)
     assert not tight.keep(10, state)
     assert not tight.is_due(20)

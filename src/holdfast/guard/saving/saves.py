@@ -38,6 +38,7 @@ _MOST_MEMORY = 0.25
 # Made and touched where the loop stands: 10 ms (measured: 1.8 s for a GiB in a virtual machine). Larger ones are made
 # ready by a thread.
 _SMALL_BYTES = 4 * 2**20
+_AHEAD_SECONDS = 3.0  # before the first save is due, its memory is made ready
 _SPARE = 1.02  # of the size: text and positions grow a little from save to save
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -313,8 +314,9 @@ class Saving:
 
     def at_boundary(self) -> None:
         """Take in what the writer has finished, and look at the interval again."""
+        now = self._clock.monotonic_seconds()
         if self._every is not None:  # with an interval that was given too: the recording says what its saves cost
-            self.chooser.boundary(self._clock.monotonic_seconds(), writing=self._job is not None)
+            self.chooser.boundary(now, writing=self._job is not None)
         if self._job is not None:
             self.collected()
         if self._every == "auto":
@@ -322,8 +324,9 @@ class Saving:
             if decision is not None:
                 self._record.emit(decision)
         if self._in_background and not self._made_ready and self._record.global_step > (self._tried_at_step or 0):
-            self._made_ready = True  # optimizers have their state now
-            if self._job is None:
+            # Optimizers have their state now. A run that ends before a save is due needs none of this.
+            self._made_ready = self._every != "auto" or self.chooser.is_overdue(now + _AHEAD_SECONDS, early=True)
+            if self._made_ready and self._job is None:
                 self._make_ready()
 
     def _make_ready(self) -> None:
@@ -373,7 +376,8 @@ class Saving:
         if self._buffers is not None and self._buffers.size_bytes >= needed:
             return self._buffers
         self._buffers = None
-        size, available = int(_SPARE * needed), available_bytes()
+        size = int(_SPARE * needed)
+        available = None if size <= _SMALL_BYTES else available_bytes()
         if available is not None and size > _MOST_MEMORY * available:
             self._stop_background(f"copies of the state take {size} bytes and {available} are available")
             return None

@@ -22,6 +22,7 @@ _MOST_FAILURES = 3
 _MOST_TIME = 0.01
 # Of the memory that is available: the rest belongs to activations, loaders and the caller.
 _MOST_MEMORY = 0.25
+_SMALL_BYTES = 4 * 2**20  # that much is there: to ask how much takes milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,8 @@ class Snapshots:
         """
         assert self._interval is not None
         started = self._clock.monotonic_seconds()
-        available = self._available()
-        if available is not None and _size_bytes(trees) > _MOST_MEMORY * available:
+        size = _size_bytes(trees)
+        if size > _SMALL_BYTES and (available := self._available()) is not None and size > _MOST_MEMORY * available:
             self.give_up()
             return False
         del self._kept[: -_KEPT + 1]

@@ -141,7 +141,7 @@ class SplitSafety:
         if not splits_now and known.settled:
             return False, True
         size, asked = work.size, self._policy.micro_batch_size
-        in_place, forks = False, self._forks()
+        in_place, looked, forks = False, False, self._forks()
         due = _is_power_of_two(known.split_steps if splits_now else known.steps)
         if splits_now and not due and self._tells_apart(known, work):
             known.telling_steps += 1
@@ -153,12 +153,10 @@ class SplitSafety:
         # The batches of a window are weighted whether one of them is cut or not.
         weighs = isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
         if due and asked is not None and (forks or splits_now or weighs) and size is not None and size > 1:
-            self._try_split(known, work)
+            looked = self._try_split(known, work)
             in_place = not forks
         # The second step too: the first batch of all may be one that resets what later ones change.
-        if forks and (
-            (known.steps == 1 and known.side_effects is None) or (known.steps == 2 and not known.side_effects)
-        ):
+        if forks and known.steps <= 2 and not looked and not known.side_effects:
             found = self._look_for_side_effects(known, work)
             known.side_effects = known.side_effects if found is None else found
         if known.side_effects and known.steps <= 2 and not known.warned:
@@ -341,10 +339,11 @@ class SplitSafety:
         """Return whether a copy of this process can try out what a step does."""
         return self.parts.device_type() == "cpu" and backward_works_in_a_copy()
 
-    def _try_split(self, known: _Known, work: Work, empty: int | None = None) -> None:
+    def _try_split(self, known: _Known, work: Work, empty: int | None = None) -> bool:
+        """Try a split out; return whether side effects were looked for as well."""
         if not self._policy.check_split:
             known.verdict = Verdict(outcome="trusted", why="check_split=False")
-            return
+            return False
         assert work.size is not None
         check, batch, size = self._split_check(known, work), largest_of(work.batch, work.split), work.size
         empty = None if isinstance(work.batch, Window) else empty
@@ -359,8 +358,10 @@ class SplitSafety:
         known.verdict = found if known.verdict is None else merged([known.verdict, found])
         if known.verdict.changes_batch or known.verdict.outcome != "unknown":
             known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
-        if forks and known.verdict.outcome != "unknown":
+        looked = forks and found.outcome != "unknown"
+        if looked:
             known.side_effects = known.verdict.side_effects
+        return looked
 
     def _look_for_side_effects(self, known: _Known, work: Work, *, logs_too: bool = False) -> tuple[str, ...] | None:
         """Return only what else a forward pass changes; None if that cannot be tried out."""
