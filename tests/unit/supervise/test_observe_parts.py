@@ -96,7 +96,7 @@ def _read_values_of_ranks() -> list[Any]:
 
 def test_a_value_that_all_ranks_hold_is_read_and_a_part_of_one_is_not() -> None:
     """A loss under tensor parallelism is a DTensor; of one in parts the ranks are not asked."""
-    # In a thread that ends: torch keeps the group in a cache of the thread, and a fork in another thread would destroy
+    # In a thread that ends: torch keeps the group in a cache of the thread, and a fork in another one would destroy
     # it there, and join threads that a fork does not have.
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(_read_values_of_ranks).result() == [3.5, None, True, False]
