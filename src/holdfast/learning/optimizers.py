@@ -52,8 +52,9 @@ class OptimizerObserver:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _learning_rate(self) -> float:
-        highest = 0.0
-        for group in self.optimizer.param_groups:
+        groups = self.optimizer.param_groups
+        highest = float(groups[0]["lr"]) if groups else 0.0
+        for group in groups:
             highest = max(highest, float(group["lr"]))
         return highest
 
@@ -155,15 +156,14 @@ class OptimizerObserver:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later judgements need of the past, as plain data."""
-        return {
-            "steps": self.known.steps,
-            "losses": [list(column) for column in zip(*self.known.losses, strict=True)],
-        }
+        steps, losses = ([point[index] for point in self.known.losses] for index in (0, 1))
+        return {"steps": self.known.steps, "loss_steps": steps, "losses": losses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.known.steps = int(state["steps"])
-        self.known.losses = [(int(step), float(loss)) for step, loss in zip(*state["losses"], strict=True)]
+        points = zip(state["loss_steps"], state["losses"], strict=True)
+        self.known.losses = [(int(step), float(loss)) for step, loss in points]
 
 
 def _scaled_share(factors: Sequence[float]) -> float:

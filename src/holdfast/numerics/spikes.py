@@ -357,14 +357,17 @@ class _Track:
     def state_dict(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in _BOUNDS}
         usuals = {name: state[name] and [getattr(state[name], slot) for slot in _Usual.__slots__] for name in _USUALS}
-        columns = {name: [list(column) for column in zip(*state[name], strict=True)] for name in _LISTS}
-        return state | usuals | columns | {"recent": list(self.recent)}
+        columns = {name: [list(column) for column in zip(*state.pop(name), strict=True)] for name in _LISTS}
+        return state | usuals | {"columns": columns, "recent": list(self.recent)}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> _Track:
         track = cls()
-        for name, value in state.items():
-            setattr(track, name, [list(row) for row in zip(*value, strict=True)] if name in _LISTS else value)
+        columns = state["columns"]
+        rows = {name: [list(row) for row in zip(*columns[name], strict=True)] for name in columns}
+        for name, value in {**state, **rows}.items():
+            if name != "columns":
+                setattr(track, name, value)
         track.recent = deque(state["recent"], maxlen=_RECENT)
         for name in _USUALS:
             setattr(track, name, state[name] and _Usual(*state[name]))

@@ -90,6 +90,14 @@ def test_a_bad_loss_is_named_and_leaves_no_trace(tmp_path, case):
     assert guard.global_step == 1
 
 
+def test_a_step_of_no_optimizer_is_named(tmp_path):
+    """A list of optimizers may come out empty, and groups may have been cleared."""
+    parts = make()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=None, **parts)
+    with refused("H202", "no parameter", "received a gradient"):
+        guard.step(torch.ones(8, 3), square_of(parts["model"]), optimizer=[])
+
+
 def never(part: Any) -> Any:
     pytest.fail("the loss function was called")
 

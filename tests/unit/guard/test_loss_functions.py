@@ -177,6 +177,19 @@ def test_what_makes_a_new_function_and_what_does_not():
         assert "0x" not in found
 
 
+def test_a_flag_that_changes_makes_the_same_object_another_function(tmp_path):
+    """Spikes and splits of a second phase are not judged by what the first phase was like."""
+    model, second = nn.Linear(2, 1), False
+    loss_fn = lambda batch: (model(batch) + 10 * second).square().mean()  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with holdfast.Guard(tmp_path, model=model, optimizer=optimizer, micro_batch_size=2) as guard:
+        for step in range(4):
+            second = step >= 2
+            guard.step(torch.ones(4, 2), loss_fn)
+        assert len(guard._session.spikes.state_dict()["tracks"]) == 2
+        assert len(guard._engine.attempts.safety._known) == 2
+
+
 # --- what one leaves behind -----------------------------------------------------------------------------------------
 
 

@@ -223,6 +223,15 @@ def test_out_of_memory_takes_the_copies_back(tmp_path, disk):
     guard.close()
 
 
+def test_out_of_memory_takes_back_what_is_not_there_yet(tmp_path):
+    """No memory is asked for later that was short before the first save was near."""
+    guard, parts = after(4, tmp_path, save_interval_steps="auto")
+    guard._engine.spare_memory()
+    assert len(events(guard, "saves_synchronous")) == 1
+    step(guard, parts)
+    guard.close()
+
+
 def test_closing_waits_for_the_writer_and_saves_what_it_lacks(tmp_path, disk):
     """After `close` the save under way is finished, the last step is saved, and the numbers say so."""
     guard, parts = after(4, tmp_path, save_interval_steps=2)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -325,13 +323,12 @@ class Steps:
         self._record = session.record
         self._clock = session.clock
         self._opened_at = self._clock.monotonic_seconds()
-        self._series: tuple[Callable[[], Any], Sequence[str], str] = (lambda: None, (), "")
 
     def step(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None) -> StepResult:
         """Make a step; see `Guard.step`."""
         state, diagnosis = self.session.state, self.engine.diagnosis
         started = self._clock.monotonic_seconds()
-        series = self._series_of(names, loss_fn)
+        series = series_of(names, loss_fn)
         diagnosis.given(batch, again=state.batch_is_used)
         self._record.step(StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0)
         try:
@@ -365,15 +362,6 @@ class Steps:
             self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds)
             return outcome.result(reason)
         return self._undone(partial)
-
-    def _series_of(self, names: Sequence[str], loss_fn: Any) -> str:
-        of, its_names, series = self._series
-        if of() is loss_fn and its_names == names:
-            return series
-        series = series_of(names, loss_fn)
-        with contextlib.suppress(TypeError):  # not every callable takes a weak reference
-            self._series = weakref.ref(loss_fn), names, series
-        return series
 
     def _undone(self, partial: PartialOptimizerStep) -> StepResult:
         """Go back after an optimizer ran out of memory half-way; outside of the handler, which keeps its frames."""

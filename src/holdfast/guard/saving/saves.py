@@ -399,7 +399,8 @@ class Saving:
 
     def give_up_buffers(self) -> None:
         """Give the memory back for good, since it is needed elsewhere: from now on the loop waits for its saves."""
-        if self._in_background and self._buffers is not None:
+        wanted = not self._made_ready and self._record.global_step > (self._tried_at_step or 0)
+        if self._in_background and (self._buffers is not None or wanted):
             self.finish()
             self._buffers = None
             self._stop_background("the memory of the copies was given back after out-of-memory")

@@ -136,10 +136,11 @@ class SplitSafety:
             whether this batch may be cut.
         """
         known, splits_now = self._of(work.loss_fn), part is not None
-        known.steps += 1
-        known.split_steps += splits_now
         if not splits_now and known.settled:
             return False, True
+        known = self._of(work.loss_fn, anew=True)
+        known.steps += 1
+        known.split_steps += splits_now
         size, asked = work.size, self._policy.micro_batch_size
         in_place, looked, forks = False, False, self._forks()
         due = _is_power_of_two(known.split_steps if splits_now else known.steps)
@@ -206,7 +207,7 @@ class SplitSafety:
         """Return what a step may do about a lack of memory, finding out what is not known yet."""
         if work.size is None or self._policy.micro_batch_size is None:
             return Remedies(no_split=self._uncuttable or "micro_batch_size=None turns splitting off", smallest=0)
-        known = self._of(work.loss_fn)
+        known = self._of(work.loss_fn, anew=True)
         if work.size > 1:
             self._try_split(known, work)
         refused = self._refused(known)
@@ -223,8 +224,9 @@ class SplitSafety:
     def _mixing_layers(self) -> list[nn.Module]:
         return [layer for model in self.parts.models.values() for layer in mixing_layers(model)]
 
-    def _of(self, loss_fn: LossFunction) -> _Known:
-        if self._last[0]() is loss_fn:  # asked for several times in a step
+    def _of(self, loss_fn: LossFunction, *, anew: bool = False) -> _Known:
+        """Return what is known of a loss function; `anew`: whose flags may be others than they were."""
+        if not anew and self._last[0]() is loss_fn:  # asked for several times in a step
             return self._last[1]
         key = description_of(loss_fn)
         if key not in self._known and len(self._known) >= _MOST_KNOWN:

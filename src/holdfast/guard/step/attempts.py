@@ -136,7 +136,7 @@ class Attempts:
         self._verified.update(plan.recompute)
         self.loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
-        if not groups[0].parameters and not any(group.parameters for group in groups):
+        if not any(group.parameters for group in groups):
             raise BatchError(
                 f"no parameter of {', '.join(work.names)} received a gradient",
                 limit="the loss must depend on the parameters that are stepped",
