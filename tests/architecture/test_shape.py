@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -23,6 +25,13 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trees_are_dropped() -> Iterator[None]:
+    """They are 150 MB, and each fork of a later test would take 10 ms more for them."""
+    yield
+    tree_of.cache_clear()
 
 
 def trees(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
