@@ -76,11 +76,13 @@ def clean_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 
 @pytest.fixture
 def unchecked_splits(clean_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No guard finds out in forks whether a step may be split: they take longer than all else in a small run.
+    """No guard finds out in forks whether a step may be split and what else it changes, as beside an accelerator.
 
-    For tests of what is saved and resumed. Those that kill runs (`tests/faults/test_kills.py`) have the forks too.
+    They take longer than all else in a small run. For tests of what is saved and resumed, and others that say nothing
+    of either. Those that kill runs (`tests/faults/test_kills.py`) have the forks too.
     """
     monkeypatch.setenv("HOLDFAST_CHECK_SPLIT", "false")
+    monkeypatch.setattr("holdfast.guard.splitting.split_safety.backward_works_in_a_copy", lambda: False)
 
 
 @pytest.fixture
