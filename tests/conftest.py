@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
-import random
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
-import hypothesis  # noqa: F401 - while it loads it asks who refers to a generator, which what is frozen does not answer
-import numpy as np
 import pytest
-import torch
 from tests.prepared import prepare_forecasts
-
-from holdfast.numerics.eager import anything_compiled
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # sums are rounded differently by another number of threads
+_HUGE_BYTES, _MADV_COLLAPSE = 2**21, 25  # uapi/asm-generic/mman-common.h
 _SLOW = (  # they start programs, frameworks, or trainings that take their time
     "faults/", "integrations/", "docs/test_tutorial", "architecture/test_readme", "architecture/test_examples",
     "recipes/test_gan", "recipes/test_speech", "unit/cli/test_explain_guarded", "unit/explain/test_logs",
@@ -28,6 +25,20 @@ _SLOW = (  # they start programs, frameworks, or trainings that take their time
 )  # fmt: skip
 
 
+def pytest_collectstart() -> None:
+    """Load torch where tests are collected, not in the process that only hands them out."""
+    import hypothesis  # noqa: F401 - while it loads it asks who refers to a generator, and what is frozen is not found
+    import torch
+
+    torch.set_num_threads(1)  # sums are rounded differently by another number of threads
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of slow tests if those are not asked for: with what they import a worker's forks are slower."""
+    name = collection_path.relative_to(Path(__file__).parent).as_posix()
+    return True if name.startswith(_SLOW) and config.option.markexpr == "not slow" else None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.nodeid.removeprefix("tests/").startswith(_SLOW):
         item.add_marker(pytest.mark.slow)
@@ -35,19 +46,42 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def short_collections() -> None:
-    """What is loaded is neither looked through by each collection of garbage nor copied by each fork."""
+    """What is loaded is neither looked through by each collection of garbage nor copied by a fork; the rest goes."""
+    from holdfast.memory.host_memory import trim_heap
+
     gc.collect()
+    trim_heap()
     gc.freeze()
+    _use_huge_pages()
+
+
+def _use_huge_pages() -> None:
+    """Have the kernel move what is allocated into huge pages, if it can (Linux 6.1): a fork then copies few entries.
+
+    Half the time of the guard's tests would else be that of their forks: 30 ms each, not 10.
+    """
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if re.search(r" rw-p .* 0 +(\[heap\])?$", line):  # what no file stands behind
+            first, last = (int(each, 16) for each in line.split()[0].split("-"))
+            first += -first % _HUGE_BYTES
+            if (length := (last - first) // _HUGE_BYTES * _HUGE_BYTES) > 0:
+                libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_COLLAPSE)
 
 
 @pytest.fixture(autouse=True)
 def clean_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    import torch
+
+    from holdfast.loader.random_state import seed_cpu
+    from holdfast.numerics.eager import anything_compiled
+
     for name in list(os.environ):
         if name.startswith("HOLDFAST_"):
             monkeypatch.delenv(name)
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    seed_cpu(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     if request.node.nodeid.startswith(("tests/unit/", "tests/property/")):
         monkeypatch.setattr(os, "fsync", lambda _: None)  # a disk's time; tests of faults sync
     handler = signal.getsignal(signal.SIGTERM)
@@ -60,11 +94,13 @@ def clean_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 
 @pytest.fixture
 def unchecked_splits(clean_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No guard finds out in forks whether a step may be split: they take longer than all else in a small run.
+    """No guard finds out in forks whether a step may be split and what else it changes, as beside an accelerator.
 
-    For tests of what is saved and resumed. Those that kill runs (`tests/faults/test_kills.py`) have the forks too.
+    They take longer than all else in a small run. For tests of what is saved and resumed, and others that say nothing
+    of either. Those that kill runs (`tests/faults/test_kills.py`) have the forks too.
     """
     monkeypatch.setenv("HOLDFAST_CHECK_SPLIT", "false")
+    monkeypatch.setattr("holdfast.guard.splitting.split_safety.backward_works_in_a_copy", lambda: False)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
@@ -20,20 +21,35 @@ FUNCTION_P90 = 31
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager"}
 
 
+class Seen(NamedTuple):
+    """What is kept of a module; all trees at once would be 150 MB, which the forks of later tests would copy."""
+
+    documented: bool
+    functions: list[tuple[str, int, str]]  # name, lines without docstring, first paragraph of the docstring
+    imported: set[str]  # the packages, without what is below them
+    attributes: list[tuple[str | None, str, int]]  # of what, which, in which line
+
+
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def trees(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
-    for path in paths:
-        yield path, tree_of(path)
-
-
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def seen(path: Path) -> Seen:
+    found = Seen(
+        documented=bool(ast.get_docstring(tree := ast.parse(path.read_text()))),
+        functions=[],
+        imported=set(),
+        attributes=[],
+    )
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node
+            opening = (ast.get_docstring(node) or "").split("\n\n")[0].rstrip()
+            found.functions.append((node.name, body_lines(node), opening))
+        if isinstance(node, ast.Import):
+            found.imported.update(alias.name.split(".")[0] for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.imported.add(node.module.split(".")[0])
+        if isinstance(node, ast.Attribute):
+            of = node.value.id if isinstance(node.value, ast.Name) else None
+            found.attributes.append((of, node.attr, node.lineno))
+    return found
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -53,29 +69,20 @@ def test_no_module_is_longer_than_a_reader_can_hold() -> None:
 
 def test_functions_are_short() -> None:
     """No function is longer than 60 lines, and nine of ten have at most 31."""
-    sizes = {
-        f"{path}:{function.name}": body_lines(function)
-        for path, tree in trees(SOURCE)
-        for function in functions(tree)
-    }
+    sizes = {f"{path}:{name}": lines for path in SOURCE for name, lines, _ in seen(path).functions}
     assert not {name: size for name, size in sizes.items() if size > LONGEST_FUNCTION}
     assert statistics.quantiles(sizes.values(), n=10)[-1] <= FUNCTION_P90
 
 
 def test_every_module_says_what_lives_there() -> None:
     """Every module of the package and of the tests opens with a docstring."""
-    assert not [str(path) for path, tree in trees(SOURCE + TESTS) if not ast.get_docstring(tree)]
+    assert not [str(path) for path in SOURCE + TESTS if not seen(path).documented]
 
 
 def test_every_test_opens_with_the_sentence_that_it_proves() -> None:
     """A test has a docstring whose first line is a whole sentence."""
-    lacking = [
-        f"{path.name}:{function.name}"
-        for path, tree in trees(TESTS)
-        for function in functions(tree)
-        if function.name.startswith("test_")
-        and not (ast.get_docstring(function) or "").split("\n\n")[0].rstrip().endswith(".")
-    ]
+    functions = [(path.name, name, opening) for path in TESTS for name, _, opening in seen(path).functions]
+    lacking = [each for each in functions if each[1].startswith("test_") and not each[2].endswith(".")]
     assert not lacking
 
 
@@ -88,24 +95,19 @@ def test_no_file_is_a_drawer_for_the_rest() -> None:
 def test_nothing_pickles() -> None:
     """No module imports pickle or a relative of it, nor calls torch.save or torch.load."""
     names = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-    for path, tree in trees(SOURCE):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                assert not names & {alias.name.split(".")[0] for alias in node.names}, path
-            if isinstance(node, ast.ImportFrom):
-                assert node.module is None or node.module.split(".")[0] not in names, path
-            if isinstance(node, ast.Attribute) and node.attr in ("save", "load"):
-                assert not (isinstance(node.value, ast.Name) and node.value.id == "torch"), path
+    for path in SOURCE:
+        assert not names & seen(path).imported, path
+        assert not {("torch", "save"), ("torch", "load")} & {each[:2] for each in seen(path).attributes}, path
 
 
 def test_no_test_asserts_a_wall_clock_time() -> None:
     """Tests measure no durations: a slow machine must not fail them."""
     clocks = {"perf_counter", "process_time", "thread_time"}
     found = [
-        f"{path.name}:{node.lineno}"
-        for path, tree in trees(TESTS)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in clocks and path.name != "test_clock.py"
+        f"{path.name}:{line}"
+        for path in TESTS
+        for _, attribute, line in seen(path).attributes
+        if attribute in clocks and path.name != "test_clock.py"
     ]
     assert not found
 

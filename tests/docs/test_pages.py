@@ -89,13 +89,16 @@ def _python() -> Iterator[tuple[Path, Block]]:
         yield from ((page, block) for block in blocks(page) if block.language == "python")
 
 
-def test_python_that_is_shown_is_python_and_names_what_exists() -> None:
+@pytest.mark.parametrize("frameworks", [False, pytest.param(True, marks=pytest.mark.slow)])  # their imports take long
+def test_python_that_is_shown_is_python_and_names_what_exists(frameworks: bool) -> None:
     """Each block is parsed; each name of holdfast in it, imported or behind ``holdfast.``, is there."""
     for page, block in _python():
         for node in ast.walk(ast.parse(block.text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("holdfast"):
                 if "speechbrain" in str(node.module):
                     continue  # needs a package that is not installed
+                if ("integrations" in str(node.module)) != frameworks:
+                    continue
                 module = importlib.import_module(str(node.module))
                 for name in node.names:
                     assert hasattr(module, name.name), f"{page.name}: {node.module}.{name.name}"

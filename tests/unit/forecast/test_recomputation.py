@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from itertools import combinations
 
@@ -206,6 +207,7 @@ def trace_real(kind: str, precision: str = "fp32", chosen: tuple[int, ...] = (),
         out.float().square().mean().backward()
         optimizer.step()
 
+    gc.freeze()  # what is loaded is not looked through; the tracer before has undone that
     with Tracer(torch.device("cpu")) as tracer:
         model = Model(kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)

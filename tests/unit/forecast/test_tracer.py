@@ -89,6 +89,7 @@ JOBS = [plain, recomputed]
 def trace_of(
     build: Callable[[], tuple[dict[str, Any], Step]], *, fake: bool = False, blocks: Any = (), warm: int = 2
 ) -> Trace:
+    gc.freeze()  # what is loaded is not looked through; the tracer before has undone that
     with forecast_device("cpu") if fake else contextlib.nullcontext(), Tracer(CPU) as tracer:
         watched, step = build()
         tracer.watch(**watched, blocks=blocks(watched) if callable(blocks) else blocks)

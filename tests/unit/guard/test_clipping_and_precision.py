@@ -12,6 +12,8 @@ from torch import nn
 
 import holdfast
 
+pytestmark = pytest.mark.usefixtures("unchecked_splits")
+
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
 def test_a_finite_gradient_whose_norm_overflows_is_clipped_and_not_zeroed(tmp_path, make):

@@ -504,6 +504,7 @@ def with_fast_weights(model: nn.Module, x: torch.Tensor, step: int) -> torch.Ten
     return (torch.func.functional_call(model, weights, (x,)) - 1).square().mean()
 
 
+@pytest.mark.usefixtures("unchecked_splits")
 @pytest.mark.parametrize("named", [False, True])
 def test_fast_weights_that_begin_after_the_comparison_end_recomputation(tmp_path, named):
     """Whether measured or named by the policy: the modules are given up in that step, and the weights are right."""
@@ -523,6 +524,7 @@ def of_meta_learning(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tens
     return (torch.func.functional_call(model, fast, (x,)) - 1).square().mean()
 
 
+@pytest.mark.usefixtures("unchecked_splits")
 def test_a_loss_that_cannot_be_measured_is_trained_unmeasured(tmp_path):
     """torch.func.grad refuses the hooks that measure: that is said once, and the step is made without them."""
     expected, _ = trained_with_less(tmp_path / "plain", of_meta_learning, fails_at=None)
@@ -531,6 +533,7 @@ def test_a_loss_that_cannot_be_measured_is_trained_unmeasured(tmp_path):
     assert "saved tensor hooks" in the_event(guard, "recompute_impossible").data["why"]
 
 
+@pytest.mark.usefixtures("unchecked_splits")
 def test_a_named_block_that_draws_from_its_own_generator_is_not_recomputed(tmp_path):
     """The second time it would see other numbers: its gradient would be that of other activations."""
 

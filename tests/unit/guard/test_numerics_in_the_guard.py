@@ -20,6 +20,8 @@ from holdfast.core.errors import DivergenceError
 from holdfast.numerics.alignment import report_alignment
 from holdfast.testing import FakeClock
 
+pytestmark = pytest.mark.usefixtures("unchecked_splits")
+
 
 def regression(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
