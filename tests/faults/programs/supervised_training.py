@@ -16,15 +16,11 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-# Nothing is compiled here. An optimizer's first step imports the compiler all the same, which takes as long as torch.
-torch._dynamo = SimpleNamespace(disable=lambda function, *_, **__: function, graph_break=lambda: None)
-sys.modules["torch._dynamo"] = torch._dynamo
 request: dict[str, Any] = json.loads(sys.argv[1])
 
 
