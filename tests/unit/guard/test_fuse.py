@@ -50,10 +50,13 @@ def test_what_gives_the_same_bits_is_switched_on_and_changes_nothing(tmp_path, m
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))
 
 
-def test_what_rounds_otherwise_is_only_proposed(tmp_path):
-    """NAdam adds up in another order with ``foreach``: taken for the same, it would be another training."""
-    plain, _, _ = train(tmp_path / "plain", torch.optim.NAdam, fuse=False)
-    fused, optimizer, found = train(tmp_path / "fused", torch.optim.NAdam, fuse=True)
+@pytest.mark.parametrize("rate", [1e-3, 1e-6])
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD])
+def test_what_rounds_otherwise_is_only_proposed(tmp_path, kind, rate):
+    """These add up in another order with ``foreach``, seen or not in the trial: it would be another training."""
+    make = lambda parameters: kind(parameters, rate)  # noqa: E731
+    plain, _, _ = train(tmp_path / "plain", make, fuse=False)
+    fused, optimizer, found = train(tmp_path / "fused", make, fuse=True)
     assert not optimizer.param_groups[0]["foreach"]
     assert list(found) == ["optimizer_could_be_faster foreach"]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))

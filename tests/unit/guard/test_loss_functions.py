@@ -177,14 +177,30 @@ def test_what_makes_a_new_function_and_what_does_not():
         assert "0x" not in found
 
 
-def test_a_flag_that_changes_makes_the_same_object_another_function(tmp_path):
+@pytest.mark.parametrize("where", ["closure", "module", "attribute"])
+def test_a_flag_that_changes_makes_the_same_object_another_function(tmp_path, monkeypatch, where):
     """Spikes and splits of a second phase are not judged by what the first phase was like."""
     model, second = nn.Linear(2, 1), False
-    loss_fn = lambda batch: (model(batch) + 10 * second).square().mean()  # noqa: E731
+    monkeypatch.setitem(globals(), "SECOND_PHASE", False)
+
+    class OfAnObject:
+        second = False
+
+        def __call__(self, batch):
+            return (model(batch) + 10 * self.second).square().mean()
+
+    loss_fn = {
+        "closure": lambda batch: (model(batch) + 10 * second).square().mean(),
+        "module": lambda batch: (model(batch) + 10 * SECOND_PHASE).square().mean(),  # noqa: F821
+        "attribute": OfAnObject(),
+    }[where]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with holdfast.Guard(tmp_path, model=model, optimizer=optimizer, micro_batch_size=2) as guard:
         for step in range(4):
             second = step >= 2
+            monkeypatch.setitem(globals(), "SECOND_PHASE", second)
+            if where == "attribute":
+                loss_fn.second = second
             guard.step(torch.ones(4, 2), loss_fn)
         assert len(guard._session.spikes.state_dict()["tracks"]) == 2
         assert len(guard._engine.attempts.safety._known) == 2

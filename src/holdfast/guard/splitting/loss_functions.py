@@ -173,6 +173,8 @@ def _described(value: Any, depth: int) -> str:
             except ValueError:
                 pass  # it is empty
         bound += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        outside = getattr(value, "__globals__", {})
+        bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
         return _with(_name_of(code), bound, depth) if bound else _name_of(code)
     bound = [own for key, own in getattr(value, "__dict__", {}).items() if key not in _OF_TORCH]
     return _with(type(value).__qualname__, bound, depth)
