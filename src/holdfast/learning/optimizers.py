@@ -162,7 +162,9 @@ class OptimizerObserver:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.known.steps = int(state["steps"])
-        points = zip(state["loss_steps"], state["losses"], strict=True)
+        points = state["losses"]
+        if "loss_steps" in state:  # once they were pairs
+            points = zip(state["loss_steps"], points, strict=True)
         self.known.losses = [(int(step), float(loss)) for step, loss in points]
 
 

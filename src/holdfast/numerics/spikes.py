@@ -363,7 +363,7 @@ class _Track:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> _Track:
         track = cls()
-        columns = state["columns"]
+        columns = state.get("columns", {})  # without, as it once was, the lists are rows already
         rows = {name: [list(row) for row in zip(*columns[name], strict=True)] for name in columns}
         for name, value in {**state, **rows}.items():
             if name != "columns":

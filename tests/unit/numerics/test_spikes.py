@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -147,6 +148,21 @@ def test_a_loss_that_creeps_up_is_a_divergence() -> None:
     assert suspected < 2
     assert diverged is not None
     assert diverged < 4
+
+
+def test_the_state_of_an_earlier_version_holds_rows() -> None:
+    """What is written in columns now was written as rows: both come back as the same statistics."""
+    detector, pairs = warm()
+    state = json.loads(json.dumps(detector.state_dict()))
+    track = state["tracks"]["all"]
+    older = {**state, "tracks": {"all": {key: each for key, each in track.items() if key != "columns"}}}
+    older["tracks"]["all"] |= {
+        key: [list(row) for row in zip(*each, strict=True)] for key, each in track["columns"].items()
+    }
+    for saved in (state, older):
+        again, _ = warm()
+        again.load_state_dict(saved)
+        assert again.state_dict() == detector.state_dict()
 
 
 def test_after_a_rollback_statistics_are_those_of_then() -> None:
