@@ -152,13 +152,13 @@ def test_a_loss_that_creeps_up_is_a_divergence() -> None:
 
 def test_the_state_of_an_earlier_version_holds_rows() -> None:
     """What is written in columns now was written as rows: both come back as the same statistics."""
-    detector, pairs = warm()
+    detector, _ = warm()
     state = json.loads(json.dumps(detector.state_dict()))
-    track = state["tracks"]["all"]
-    older = {**state, "tracks": {"all": {key: each for key, each in track.items() if key != "columns"}}}
-    older["tracks"]["all"] |= {
-        key: [list(row) for row in zip(*each, strict=True)] for key, each in track["columns"].items()
-    }
+    (columns,) = (track["columns"] for track in state["tracks"].values())
+    rows = {name: [list(row) for row in zip(*columns[name], strict=True)] for name in columns}
+    older = copy.deepcopy(state)
+    del older["tracks"]["all"]["columns"]
+    older["tracks"]["all"] |= rows
     for saved in (state, older):
         again, _ = warm()
         again.load_state_dict(saved)
