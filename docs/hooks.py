@@ -50,6 +50,7 @@ STAND_INS = {
     **{source: page for page, source in FROM_ELSEWHERE.items()},
     "benchmarks": "benchmarks.md",
     "benchmarks/results": "figures.md",
+    "benchmarks/results/README.md": "figures.md",
     "src/holdfast/explain/rules.md": "rules.md",
     **{f"recipes/{name}": f"recipes/{name}.md" for name in RECIPES},
 }
@@ -91,6 +92,15 @@ class Doctests(griffe.Extension):
         """Rename the heading of a docstring."""
         if obj.docstring is not None:
             obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+
+
+def tables_of_figures() -> str:
+    """Return docs/figures.md with its tables, for who reads the repository; kept as benchmarks/results/README.md.
+
+    ``python docs/hooks.py`` writes it.
+    """
+    page = expanded((ROOT / "docs" / "figures.md").read_text(encoding="utf-8"))
+    return page.replace("](../benchmarks/", "](../").replace("](guide/", "](../../docs/guide/")
 
 
 # --- directives -------------------------------------------------------------------------------------------------
@@ -298,3 +308,8 @@ def _as_text(text: str) -> str:
 def _cell(text: str) -> str:
     """Return a text for a cell of a table: one line, no bars."""
     return _as_text(" ".join(text.split())).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    on_startup()
+    (RESULTS / "README.md").write_text(tables_of_figures(), encoding="utf-8")

@@ -138,6 +138,12 @@ def _hooks() -> ModuleType:
     return module
 
 
+def test_who_reads_the_repository_finds_the_tables_of_figures_too() -> None:
+    """`python docs/hooks.py` writes them, after a measurement."""
+    written = (DOCS.parent / "benchmarks" / "results" / "README.md").read_text()
+    assert written == _hooks().tables_of_figures()
+
+
 def test_a_figure_that_is_in_no_result_file_is_an_error() -> None:
     """Nobody can show a figure that was not measured, nor one that was renamed."""
     hooks = _hooks()
