@@ -89,9 +89,7 @@ class Outcome:
 
     def result(self, reason: str | None) -> StepResult:
         """Return what the caller of a step gets; `reason` says why it was skipped, None that it was not."""
-        left_out: list[int] = []
-        for first, end in self.attempt.dropped:
-            left_out += range(first, end)
+        left_out = [place for first, end in self.attempt.dropped for place in range(first, end)]
         return StepResult(
             loss=self.attempt.loss,
             items=self.attempt.items,

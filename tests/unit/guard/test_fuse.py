@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,36 @@ def test_a_choice_of_the_caller_stays(tmp_path):
 
     for number, make in enumerate((lambda p: torch.optim.AdamW(p, fused=True), Own)):
         assert train(tmp_path / str(number), make, fuse=True)[2] == {}
+
+
+OPTIONS = {
+    "Adam": ({}, {"amsgrad": True, "weight_decay": 0.1}), "AdamW": ({}, {"amsgrad": True}),
+    "SGD": ({"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "RMSprop": ({"momentum": 0.9}, {"centered": True}), "Adagrad": ({"lr_decay": 0.1},),
+}  # fmt: skip
+
+
+@pytest.mark.slow  # seconds in all, for what changes with torch alone
+@pytest.mark.parametrize("name", [*module._COMPUTES_ALIKE, "NAdam", "RAdam", "ASGD"])
+def test_which_compute_alike_is_so_in_this_torch(name):
+    """Over 25 steps of 60 settings, rates and gradients from 1e-6 to 1000, those named have the same bits in all."""
+    draws, differ = random.Random(name), 0
+    for number in range(60):
+        rate, scale = 10 ** draws.uniform(-6, 0), 10 ** draws.uniform(-6, 3)
+        options = draws.choice(OPTIONS.get(name, ({}, {"weight_decay": 0.1}) if name != "Rprop" else ({},)))
+        generator = torch.Generator().manual_seed(number)
+        shapes = [(3,), (17, 5), (64, 33), (1,)]
+        first = [torch.randn(shape, generator=generator) for shape in shapes]
+        parameters = [[nn.Parameter(tensor.clone()) for tensor in first] for _ in range(2)]
+        optimizers = [
+            getattr(torch.optim, name)(each, lr=rate, foreach=many, **options)
+            for each, many in zip(parameters, (False, True), strict=True)
+        ]
+        for _ in range(25):
+            for plain, many in zip(*parameters, strict=True):
+                plain.grad = torch.randn(plain.shape, generator=generator) * scale
+                many.grad = plain.grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        differ += not all(map(torch.equal, *parameters))
+    assert not differ if name in module._COMPUTES_ALIKE else differ > 30

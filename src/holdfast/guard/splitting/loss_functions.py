@@ -173,7 +173,7 @@ def _described(value: Any, depth: int) -> str:
             except ValueError:
                 pass  # it is empty
         bound += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        outside = getattr(value, "__globals__", {})
+        outside = getattr(value, "__globals__", {})  # of a script: what a lambda there refers to
         bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
         return _with(_name_of(code), bound, depth) if bound else _name_of(code)
     bound = [own for key, own in getattr(value, "__dict__", {}).items() if key not in _OF_TORCH]
@@ -189,12 +189,7 @@ def _name_of(code: types.CodeType) -> str:
 def _with(name: str, bound: Iterable[Any], depth: int) -> str:
     if depth == 0:
         return name
-    texts = []
-    for value in bound:
-        if isinstance(value, nn.Module) and _has_weights(value):
-            continue  # the usual one: the models are the guard's own
-        if text := _plain(value, depth - 1):
-            texts.append(text)
+    texts = [text for value in bound if (text := _plain(value, depth - 1))]
     return f"{name}({', '.join(texts)})" if texts else name
 
 

@@ -81,11 +81,7 @@ class StateKeeper:
 
     def learn(self) -> list[str]:
         """After an attempt that will be committed, see which large objects change; return those that are new."""
-        new = []
-        for kept in self._kept:
-            if kept.large and kept.learn():
-                new.append(kept.name)  # noqa: PERF401 - in every step, mostly of nothing
-        return new
+        return [kept.name for kept in self._kept if kept.large and kept.learn()]
 
     def now(self) -> dict[str, Any]:
         """Return copies of everything as it is now."""
