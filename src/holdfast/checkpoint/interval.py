@@ -20,6 +20,7 @@ EARLY_SECONDS = 5.0
 """Age of a run at which it is saved in any case: what a person waits who looks whether it has begun well."""
 
 _EARLY_COSTS = 10  # times what a save takes lie before it at least, also in a young run
+_MOMENTS = 3  # times what the first save holds lies in later ones: Adam has two values beside each weight
 _STEPS = 64  # of which the median is taken, and after which it is looked at again
 _LEAST_STEPS = 8  # the first ones compile, allocate and warm caches
 _SAVES = 5
@@ -97,9 +98,10 @@ class IntervalChooser:
         """Note that training goes on after something that is no part of a step, such as a stall."""
         self._last = seconds
 
-    def first_save_took(self, seconds: float) -> None:
-        """Note the cost of the save before the first step: an upper bound, as long as no other is known."""
+    def first_save_took(self, seconds: float, *, cpu_seconds: float = 0.0) -> None:
+        """Note the cost of the save before the first step: what is known of the others, until there is one."""
         self._first = seconds, seconds
+        self._computed.append(_MOMENTS * cpu_seconds)
 
     def save_took(self, *, stall_seconds: float, seconds: float, cpu_seconds: float = 0.0) -> None:
         """Note how long a save held the loop and took; steps meanwhile count with what they took beyond the usual.

@@ -42,6 +42,12 @@ _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_tra
 _NORMALISERS = ("softmax", "log_softmax", "log")
 _DIFFERENCES = ("sub", "rsub", "__sub__", "__rsub__", "subtract")
 _ACTIVATIONS = {"relu": "relu", "relu_": "relu", "tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid"}
+_BACKWARD, _LOADING = (
+    "backward",
+    "_record_function_enter_new",
+)  # each batch of a torch loader is a range of the profiler
+_ALWAYS_SEEN = frozenset((*_WITH_TARGET, _BACKWARD, _LOADING))
+_SEEN = _ALWAYS_SEEN.union(_ACTIVATIONS, _LAYERS, _SIGNED_TARGETS, _NORMALISERS, _DIFFERENCES, ("ctc_loss",))
 
 
 class FunctionMode(TorchFunctionMode):
@@ -72,10 +78,10 @@ class FunctionMode(TorchFunctionMode):
         """Call the function, and look at what it was given if it is one that we know."""
         del types
         kwargs = kwargs or {}
-        if is_symbolic():
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "backward" and args and isinstance(args[0], Tensor):
+        if name not in (_SEEN if self.closely else _ALWAYS_SEEN) or is_symbolic():
+            return func(*args, **kwargs)
+        if name == _BACKWARD and args and isinstance(args[0], Tensor):
             self._on_backward(args[0])
             self.in_backward = True
             try:
@@ -83,12 +89,11 @@ class FunctionMode(TorchFunctionMode):
             finally:
                 self.in_backward = False
         result = func(*args, **kwargs)
-        if torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad:
-            if self.closely or name in _WITH_TARGET:
-                self._look(name, args, kwargs, result)
-        # Each batch of a torch loader is a range of the profiler, which carries the name of its class.
-        elif name == "_record_function_enter_new" and "#_MultiProcessing" in str(args[0]):
-            self.loaded = self.loaded or torch.is_grad_enabled()
+        if name == _LOADING:
+            by_workers = "#_MultiProcessing" in str(args[0])  # the name of its class
+            self.loaded = self.loaded or (by_workers and torch.is_grad_enabled())
+        elif torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad:
+            self._look(name, args, kwargs, result)
         return result
 
     def _look(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> None:

@@ -31,7 +31,7 @@ def test_a_copy_shares_nothing_with_the_live_state_and_has_its_types() -> None:
 def test_a_copy_that_fails_is_tried_again_and_costs_none_that_is_there() -> None:
     """A few times in a row; then no more are made."""
     kept = snapshots(10)
-    kept.keep(10, {"step": 10})
+    kept.keep(10, lambda: {"step": 10})
     for step in (20, 30):
         kept.failed(step)
         assert not kept.is_due(step + 9)
@@ -43,8 +43,63 @@ def test_a_copy_that_fails_is_tried_again_and_costs_none_that_is_there() -> None
 
 def test_a_state_that_takes_too_much_of_the_memory_is_not_copied() -> None:
     """What would take more than a quarter of the available memory is left alone, and not asked for again."""
-    state = {"weight": torch.zeros(2**21)}
-    assert snapshots(available=2**25 + 1).keep(10, state)
-    tight = snapshots(available=2**25 - 1)
-    assert not tight.keep(10, state)
+    state = {"weight": torch.zeros(2**23)}
+    assert snapshots(available=2**27 + 1).keep(10, lambda: state)
+    tight = snapshots(available=2**27 - 1)
+    assert not tight.keep(10, lambda: state)
     assert not tight.is_due(20)
+
+
+def test_a_copy_waits_until_the_last_one_is_a_hundredth_of_the_time() -> None:
+    """However many steps that takes: a small model makes a hundred of them in a tenth of a second."""
+    clock = FakeClock()
+    kept = snapshots(10, clock=clock)
+
+    def read() -> dict[str, int]:
+        clock.advance(0.5)
+        return {"step": 10}
+
+    assert kept.keep(10, read)
+    clock.advance(49.0)
+    assert not kept.is_due(20)
+    clock.advance(2.0)
+    assert kept.is_due(21)
+    assert not kept.is_due(19)
+
+
+def test_a_third_copy_lies_where_the_first_one_was() -> None:
+    """Both that are kept hold what they were made of, also where a tensor has come, gone or changed its form."""
+    kept = snapshots(10)
+    states = [
+        {"weight": torch.full((4, 3), float(number)), "moment": torch.full((4, 3), -float(number)).t()}
+        for number in range(5)
+    ]
+    states[3]["new"] = torch.arange(3)
+    del states[4]["moment"]
+    places = set()
+    for number, state in enumerate(states):
+        kept.keep(10 * number, lambda state=state: state)  # type: ignore[misc]
+        for at, made_of in enumerate(states[max(0, number - 1) : number + 1], max(0, number - 1)):
+            copy = kept.newest(10 * at)
+            assert copy is not None
+            assert copy.trees.keys() == made_of.keys()
+            for name, tensor in made_of.items():
+                assert torch.equal(copy.trees[name], tensor)
+                assert copy.trees[name].stride() == tensor.stride()
+                assert copy.trees[name].data_ptr() != tensor.data_ptr()
+        newest = kept.newest(1000)
+        assert newest is not None
+        places.add(newest.trees["weight"].data_ptr())
+    assert len(places) == 2
+
+
+def test_a_state_that_is_not_good_is_not_copied() -> None:
+    """It is asked for again an interval later, and those that are there stay."""
+    kept = snapshots(10)
+    kept.keep(10, lambda: {"step": 10})
+    assert kept.keep(20, lambda: None)
+    newest = kept.newest(100)
+    assert newest is not None
+    assert newest.global_step == 10
+    assert not kept.is_due(29)
+    assert kept.is_due(30)

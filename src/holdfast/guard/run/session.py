@@ -208,13 +208,16 @@ class Session:
         if not (self.snapshots.is_due(step) and self.state.may_be_saved and self.is_calm):
             return
         try:
-            bad, _ = nonfinite_tensors(self.must_be_finite())
-            if not bad and not self.snapshots.keep(step, gather(self.parts, self.training_state())):
+            if not self.snapshots.keep(step, self._good_state):
                 self.record.emit(run_events.SnapshotsDoNotFit())
         except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
             let_through(error)
             self.snapshots.failed(step)
             self.record.emit(run_events.SnapshotFailed(error=described(error)))
+
+    def _good_state(self) -> dict[str, Any] | None:
+        bad, _ = nonfinite_tensors(self.must_be_finite())
+        return None if bad else gather(self.parts, self.training_state())
 
     def _spare_memory(self) -> None:
         self.snapshots.give_up()

@@ -362,10 +362,10 @@ class Saving:
         self.saved += 1
         self._directory.note_saved()
         self._saved_at, self.saved_as = save.position, save.entry
+        computed = save.cpu_seconds if self._cuda is None else 0.0
         if first:
-            self.chooser.first_save_took(save.seconds)
+            self.chooser.first_save_took(save.seconds, cpu_seconds=computed)
         else:
-            computed = save.cpu_seconds if self._cuda is None else 0.0
             stall = save.stall_seconds or 0.0
             self.chooser.save_took(stall_seconds=stall, seconds=save.seconds, cpu_seconds=computed)
 

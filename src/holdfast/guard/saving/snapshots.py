@@ -7,22 +7,22 @@ Does not: decide when to return, or survive the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from holdfast.core.clock import Clock
-from holdfast.guard.state.trees import copied_to_host, is_flat
+from holdfast.guard.state.trees import children_of, copied, is_flat
 
 _KEPT = 2
 _MOST_FAILURES = 3
-# Of the time since the last copy: above that, copies are made half as often.
+# Of the time: a copy is made when the last one is so little of what has passed since.
 _MOST_TIME = 0.01
 # Of the memory that is available: the rest belongs to activations, loaders and the caller.
 _MOST_MEMORY = 0.25
-_SMALL_BYTES = 4 * 2**20  # that much is there: to ask how much takes milliseconds
+_SMALL_BYTES = 16 * 2**20  # that much is there: to ask how much takes milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,27 +44,32 @@ class Snapshots:
         self._last_step = 0
         self._failures = 0  # in a row
         self._last_seconds = clock.monotonic_seconds()
+        self._took_seconds = 0.0
 
     def is_due(self, global_step: int) -> bool:
-        """Return whether a multiple of the interval was passed since the last copy."""
-        return self._interval is not None and global_step // self._interval > self._last_step // self._interval
+        """Return whether a multiple of the interval was passed since the last copy, and enough time."""
+        if self._interval is None or global_step // self._interval <= self._last_step // self._interval:
+            return False
+        return self._took_seconds <= _MOST_TIME * (self._clock.monotonic_seconds() - self._last_seconds)
 
-    def keep(self, global_step: int, trees: Mapping[str, Any]) -> bool:
-        """Copy a state that is known to be good, if that fits; return whether it was copied.
+    def keep(self, global_step: int, read: Callable[[], Mapping[str, Any] | None]) -> bool:
+        """Copy a state, if that fits; return False if it does not, and then no state is asked for again.
 
-        A state that does not fit is not asked for again.
+        `read` returns the state, or None if it is not good.
         """
-        assert self._interval is not None
         started = self._clock.monotonic_seconds()
-        size = _size_bytes(trees)
+        trees = read()
+        if trees is None:
+            self._last_step = global_step
+            return True
+        size = sum(tensor.nbytes for tensor in _tensors_in(trees))
         if size > _SMALL_BYTES and (available := self._available()) is not None and size > _MOST_MEMORY * available:
             self.give_up()
             return False
-        del self._kept[: -_KEPT + 1]
-        self._kept.append(Kept(global_step=global_step, trees=copied_to_host(trees)))
+        oldest = self._kept.pop(0).trees if len(self._kept) == _KEPT else {}
+        self._kept.append(Kept(global_step=global_step, trees=_copied_to_host(trees, oldest)))
         now = self._clock.monotonic_seconds()
-        if now - started > _MOST_TIME * (started - self._last_seconds):
-            self._interval *= 2
+        self._took_seconds = now - started
         self._last_step, self._last_seconds, self._failures = global_step, now, 0
         return True
 
@@ -93,9 +98,31 @@ class Snapshots:
         self._kept, self._interval = [], None
 
 
-def _size_bytes(tree: Any) -> int:
+def _copied_to_host(trees: Mapping[str, Any], oldest: Mapping[str, Any]) -> Any:
+    """Return a copy in host memory, where it can in that of a copy that is not needed any more.
+
+    New memory costs more than what is written there: the system clears it, page by page.
+    """
+    places: dict[Any, list[torch.Tensor]] = {}
+    for tensor in _tensors_in(oldest):
+        places.setdefault(_form_of(tensor), []).append(tensor)
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        free = places.get(_form_of(tensor))
+        return free.pop().copy_(tensor) if free else tensor.to("cpu", copy=True)
+
+    return copied(trees, copy)
+
+
+def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout != torch.strided:
+        return (id(tensor),)
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
-        return tree.nbytes
-    if isinstance(tree, dict):
-        return sum(map(_size_bytes, tree.values()))
-    return sum(map(_size_bytes, tree)) if type(tree) in (list, tuple) and not is_flat(tree) else 0
+        yield tree
+    elif not is_flat(tree):
+        for inner in children_of(tree):
+            yield from _tensors_in(inner)
