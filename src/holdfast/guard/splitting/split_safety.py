@@ -156,7 +156,7 @@ class SplitSafety:
         if due and asked is not None and (forks or splits_now or weighs) and size is not None and size > 1:
             looked = self._try_split(known, work)
             in_place = not forks
-        # The second step too: the first batch of all may be one that resets what later ones change.
+        # The second step too, if the first has not shown all: its batch may be one that resets what others change.
         if forks and known.steps <= 2 and not looked and not known.side_effects:
             found = self._look_for_side_effects(known, work)
             known.side_effects = known.side_effects if found is None else found
@@ -178,7 +178,8 @@ class SplitSafety:
         known.said = news
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
         enough = tried or not (forks or weighs) or size is None or asked is None
-        known.settled = enough and (known.steps >= 2 or not forks)
+        # What begins later is found before a split and before a step is made again.
+        known.settled = enough
         return in_place, refused is None
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
