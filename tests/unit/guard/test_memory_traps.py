@@ -304,6 +304,8 @@ def test_a_loss_that_couples_samples_is_found_out_before_memory_is_short(tmp_pat
     guard = guarded(tmp_path / "a", model)
     guard.step(batch, in_batch_negatives(model))
     assert the_event(guard, "split_refused").data["allow_split_with"] == "coupled_loss"
+    with pytest.raises(holdfast.OutOfMemoryError, match=r"(?s)by \d+\.\d%.*Loss\(mean, items\).*TwoPass"):
+        guard.step(batch, failing_above(4, in_batch_negatives(model)))
     with pytest.raises(holdfast.HoldfastError, match="H207"):
         guarded(tmp_path / "b", model, micro_batch_size=2).step(batch, in_batch_negatives(model))
 

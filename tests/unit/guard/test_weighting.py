@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from tests.unit.guard.guarded import guarded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast.guard.splitting import split_safety
@@ -271,6 +272,10 @@ def of_two_domains(model: Model, x: torch.Tensor, target: torch.Tensor) -> torch
     return found + (out[target].mean(0) - out[~target].mean(0)).square().sum()
 
 
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    return x[torch.randperm(len(x))]
+
+
 def clamped(model: Model) -> Any:
     model.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     return lambda b: errors(model, b[0]).mean()
@@ -288,9 +293,11 @@ NOT_SPLIT = {
     "noise, then a root": lambda m: lambda b: noisy(m, b[0]).mean().sqrt(),
     "contrast of two dropouts": lambda m: lambda b: contrast(m, b[0]),
     "some of the samples": lambda m: lambda b: gathered(m, b[0], torch.randperm(len(b[0]))[:2]),
-    "samples mixed": lambda m: lambda b: errors(m, b[0] + b[0][torch.randperm(len(b[0]))]).mean(),
+    "samples mixed": lambda m: lambda b: errors(m, b[0] + mixed(b[0])).mean(),
     "samples mixed by numpy": lambda m: lambda b: errors(m, b[0] + b[0][np.random.permutation(len(b[0]))]).mean(),
-    "rows of numpy": lambda m: lambda b: errors(m, b[0] + torch.from_numpy(np.random.randn(len(b[0]), 1, 1))).mean(),
+    "mixed half of the time": lambda m: lambda b: errors(m, b[0] + b[0].mean(0) * (np.random.rand() < 0.5)).mean(),
+    "mixed in training alone": lambda m: lambda b: errors(m, b[0] + m.training * mixed(b[0])).mean(),
+    "noise seeded in each call": lambda m: lambda b: own(m, b[0], torch.Generator().manual_seed(3)),
     "pairs of one of many classes": lambda m: lambda b: of_pairs_with_one_label(m, b[0], b[2]),
 }
 
@@ -310,6 +317,14 @@ def own(model: Model, x: torch.Tensor, generator: torch.Generator) -> torch.Tens
     return errors(model, x + torch.randn(x.shape, generator=generator, dtype=x.dtype)).mean()
 
 
+def rows_of(draws: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(draws.standard_normal((len(x), 1, 1)))
+
+
+def again(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda x: F.dropout(model(x)), x, use_reentrant=False).square()
+
+
 SPLIT = {
     "dropout": (lambda m: lambda b: errors(m, F.dropout(b[0], 0.4)).mean(), False),
     "a generator of its own": (lambda m: functools.partial(lambda g, b: own(m, b[0], g), torch.Generator()), False),
@@ -317,6 +332,8 @@ SPLIT = {
     "time first": (lambda m: lambda b: noisy(m, b[0].transpose(0, 1)).mean(), False),
     "classes sampled": (lambda m: lambda b: sampled(m, b[0]).mean(), False),
     "one number for all": (lambda m: lambda b: errors(m, b[0]).mean() * (1 + 9 * torch.randn(())), True),
+    "rows of numpy": (lambda m: lambda b: errors(m, b[0] + rows_of(np.random, b[0])).mean(), False),
+    "dropout in a checkpoint": (lambda m: lambda b: again(m, b[0]).mean(), False),
     "one number of numpy for all": (lambda m: lambda b: errors(m, b[0]).mean() * np.random.beta(2, 2), True),
 }
 
@@ -360,17 +377,14 @@ def test_two_passes_that_draw_from_a_generator_of_their_own_are_refused(tmp_path
         step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
 
 
-def test_rows_of_numpy_are_split_if_items_are_declared(tmp_path):
-    """What could not be tried is then what the caller says."""
+def test_rows_of_a_generator_of_numpy_are_split_if_items_are_declared(tmp_path):
+    """What could not be tried in training, and shows nothing in evaluation, is then what the caller says."""
+    own = np.random.default_rng(3)
 
-    def make_loss(model):
-        def loss(batch):
-            noise = torch.from_numpy(np.random.randn(len(batch[0]), 1, 1))
-            return holdfast.Loss(errors(model, batch[0] + noise).mean(), len(batch[0]))
+    def loss_of(model):
+        return lambda b: holdfast.Loss(errors(model, b[0] + rows_of(own, b[0]) * model.training).mean(), len(b[0]))
 
-        return loss
-
-    _, _, said = step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
+    _, _, said = step(tmp_path, (X, Y), loss_of, micro_batch_size=2)
     assert (said["split_check"]["outcome"], said["split_promise"]) == ("random", "changes training")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,24 +25,32 @@ class NotRepeatableError(Exception):
 class Draws:
     """What torch draws in the first call since `start`; each later call, of a part, is given its rows of that.
 
-    Numbers of python and numpy have no rows: they begin alike in each call.
+    Numbers of python and numpy have no rows: they begin alike in each call, as if all samples shared them, or go on
+    from part to part, as if drawn for one sample after the other. A generator that the loss function seeds itself
+    begins alike in each call of training too: nothing is given to it.
 
     Args:
         devices: Whose generators may be drawn from, besides that of the CPU.
         tolerance: By how much the inputs of a draw, such as probabilities, may differ between whole and part.
+        seed: That of the call of all samples.
+        in_order: Whether numbers of python and numpy go on.
     """
 
-    def __init__(self, devices: Sequence[torch.device], tolerance: float) -> None:
+    def __init__(self, devices: Sequence[torch.device], tolerance: float, seed: int, *, in_order: bool) -> None:
         self.drew = False  # whether there was any randomness at all
         self.shared = False  # whether numbers belong to no sample: parts draw their own, and the variance changes
         self.outside_torch = False  # whether python or numpy drew
         self._devices, self._tolerance = devices, tolerance
-        self._made: list[tuple[Any, list[Any], list[Any]]] | None = None
+        self._seed, self._in_order = seed, in_order
+        self._made: list[_Draw] | None = None
+        self._given: dict[Any, list[Any]] = {}  # to parts, by where the generator stood
+        self._seeded = set[int]()  # generators that began again where they began in the call of all samples
         self._samples = 0
 
     def start(self, samples: int) -> None:
         """Forget what was drawn: the next call is that of all samples."""
         self._made, self._samples = None, samples
+        self._given.clear()
 
     @contextlib.contextmanager
     def call(self, first: int, samples: int) -> Iterator[None]:
@@ -51,24 +59,23 @@ class Draws:
         Raises:
             NotRepeatableError: If it asks for other numbers than the call of all samples, or fails with them.
         """
+        if not (self._in_order and first):
+            seed_cpu(self._seed)
+            torch.default_generator.manual_seed(self._seed + first)  # else each part seems to be seeded by the loss
         if self._made is None:
             self._made = made = []
-            seed_cpu(0)
             before = capture()
-            with _Drawing(self._devices, lambda *draw: made.append(_copied(*draw))):
+            with _Drawing(self._devices, lambda draw: made.append(draw.copied())):
                 yield
             after = capture()
             self.outside_torch = before.python is not after.python or before.numpy is not after.numpy
             self.drew |= bool(made) or self.outside_torch
-            self.shared |= self.outside_torch
+            self.shared |= self.outside_torch and not self._in_order
             return
         left = iter(self._made)
-        seed_cpu(0)
+        self._seeded.clear()
         try:
-            with _Drawing(
-                self._devices,
-                lambda op, given, drawn: self._repeat(next(left, None), op, given, drawn, first, samples),
-            ):
+            with _Drawing(self._devices, lambda draw: self._repeat(next(left, None), draw, first, samples)):
                 yield
         except Exception as error:
             if not self._made or find_out_of_memory(error) is not None:
@@ -77,15 +84,29 @@ class Draws:
         if next(left, None) is not None:
             raise NotRepeatableError
 
-    def _repeat(self, made: Any, op: Any, given: list[Any], drawn: list[Any], first: int, samples: int) -> None:
-        if made is None or made[0] is not op:
+    def backward(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a forward pass that is made again, as of a checkpoint, is given the same."""
+
+        def again(draw: _Draw) -> None:
+            for new, old in zip(draw.drawn, self._given.get(draw.place(), draw.drawn), strict=True):
+                new.copy_(old)
+
+        return _Drawing(self._devices, again) if self._given else contextlib.nullcontext()
+
+    def _repeat(self, made: _Draw | None, draw: _Draw, first: int, samples: int) -> None:
+        if made is None or made.op is not draw.op:
             raise NotRepeatableError
-        rows = [self._rows(old, new, first, samples) for old, new in zip(made[1], given, strict=True)]
-        if not same(rows, given, tolerance=self._tolerance):
+        if first and made.place() == draw.place():
+            self._seeded.add(draw.generator)
+        if draw.generator in self._seeded:
+            return
+        rows = [self._rows(old, new, first, samples) for old, new in zip(made.inputs, draw.inputs, strict=True)]
+        if not same(rows, draw.inputs, tolerance=self._tolerance):
             raise NotRepeatableError
-        for old, new in zip(made[2], drawn, strict=True):
+        for old, new in zip(made.drawn, draw.drawn, strict=True):
             self.shared |= old.shape == new.shape and samples < self._samples
             new.copy_(self._rows(old, new, first, samples))
+        self._given[draw.place()] = draw.copied().drawn
 
     def _rows(self, whole: torch.Tensor, part: torch.Tensor, first: int, samples: int) -> torch.Tensor:
         """Return what belongs to these samples: along the one dimension that grows with them, else everything."""
@@ -94,22 +115,34 @@ class Draws:
         if whole.ndim == part.ndim:
             grows = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
             rows = part.shape[grows[0]] // samples
-            if len(grows) == 1 and (whole.shape[grows[0]], part.shape[grows[0]]) == (
-                rows * self._samples,
-                rows * samples,
-            ):
+            sizes = rows * self._samples, rows * samples
+            if len(grows) == 1 and (whole.shape[grows[0]], part.shape[grows[0]]) == sizes:
                 return whole.narrow(grows[0], rows * first, rows * samples)
         raise NotRepeatableError
 
 
-def _copied(op: Any, given: list[Any], drawn: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-    return op, [each.clone() for each in given], [each.clone() for each in drawn]
+class _Draw(NamedTuple):
+    """An operation that draws, the tensors that it depends on, and what it drew."""
+
+    op: Any
+    generator: int  # the same for the same one
+    began: list[torch.Tensor]  # where each generator stood that it drew from
+    inputs: list[Any]
+    drawn: list[Any]
+
+    def copied(self) -> _Draw:
+        return self._replace(
+            inputs=[each.clone() for each in self.inputs], drawn=[each.clone() for each in self.drawn]
+        )
+
+    def place(self) -> Any:
+        return self.op, *(state.numpy().tobytes() for state in self.began)
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `on_draw` with each operation that draws, the tensors that it depends on, and what it drew."""
+    """Calls `on_draw` with each draw."""
 
-    def __init__(self, devices: Sequence[torch.device], on_draw: Callable[[Any, list[Any], list[Any]], None]) -> None:
+    def __init__(self, devices: Sequence[torch.device], on_draw: Callable[[_Draw], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._devices, self._on_draw = devices, on_draw
 
@@ -119,10 +152,12 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         before = self._states(kwargs)
         found = func(*args, **kwargs)
-        if not same(before, self._states(kwargs)):  # attention without dropout, for one, draws nothing
+        after = self._states(kwargs)
+        began = [old for old, new in zip(before, after, strict=True) if not same(old, new)]
+        if began:  # attention without dropout, for one, draws nothing
             name = func._schema.name
             given = args[1:] if name.endswith(("_", "_like")) else args  # the values of the first do not matter
-            self._on_draw(func, _tensors((given, kwargs)), _tensors(found))
+            self._on_draw(_Draw(func, id(kwargs.get("generator")), began, _tensors((given, kwargs)), _tensors(found)))
         return found
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ The gradient over 4 samples is compared with the weighted gradients over 3 and 1
 not say what its mean is over, everything in the batch that it may be over is tried. If nothing reproduces the
 gradient, samples are coupled (in-batch negatives, a pairwise loss). Models are in training mode, but for layers such
 as BatchNorm, which `SplitSafety` knows. Parts are given the random numbers that the whole has drawn for their
-samples; where that cannot be done, they are compared in evaluation mode, and no split is called equal.
+samples. Where that cannot be done, none is made but of declared items, which are then compared in evaluation mode.
 
 On the CPU this runs in a forked copy of the process, so it leaves no trace in this one. With an accelerator a fork is
 not possible; there it runs in place, only when a split is about to be made, and the caller puts everything back.
@@ -54,11 +54,12 @@ _HALF_TOLERANCE = 5e-2
 _SMALL, _SMALL_OF_LOSS = 2e-5, 3e-6
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
+_SEEDS = 4  # for each window, of random numbers that all samples share
 _MOST_EMPTY, _MOST_ONE_BY_ONE = 2, 256
 _LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
 _NOT_REPEATABLE = (
     "called again, the loss gives another gradient: it carries state, or its random numbers cannot be given to parts "
-    "(a permutation, numpy's), so that it cannot be tried whether these make up the whole"
+    "(a permutation, a generator of numpy), so that it cannot be tried whether these make up the whole"
 )
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 # Each sample's own; for all samples together, which each part then draws anew; or they could not be given to parts.
@@ -283,7 +284,7 @@ class SplitCheck:
     def _compare(self, window: Any, weightings: Sequence[Weighting], compare: _Compared) -> Verdict:
         """Compare these samples as a whole with all but one and the last one, by each weighting."""
         found = self._compare_as_it_is(window, weightings, compare)
-        if found.draws != "unknown":
+        if found.draws != "unknown" or not found.declared:
             return found
         with _modes(self.models.values(), nn.Module.modules):  # it may be drawn in training alone
             found = self._compare_as_it_is(window, weightings, compare)
@@ -292,16 +293,29 @@ class SplitCheck:
         return found
 
     def _compare_as_it_is(self, window: Any, weightings: Sequence[Weighting], compare: _Compared) -> Verdict:
-        self._draws = None if isinstance(self.loss_fn, TwoPass) else Draws(self._devices(), self._least_tolerance())
-        try:
-            return self._compare_with(self._draws, window, weightings, compare)
-        except NotRepeatableError:
-            self._draws = None
+        if isinstance(self.loss_fn, TwoPass):
             return self._compare_with(None, window, weightings, compare)
+
+        def drawn(seed: int, *, in_order: bool = False) -> Verdict:
+            draws = Draws(self._devices(), self._least_tolerance(), seed, in_order=in_order)
+            try:
+                found = self._compare_with(draws, window, weightings, compare)
+            except NotRepeatableError:  # what is drawn for one sample after the other is the same all by itself
+                found = self._compare_with(None, window, weightings, compare)
+                return replace(found, outcome="random", draws="own") if found.outcome == "exact" else found
+            tries_again = found.draws == "unknown" and draws.outside_torch and not in_order
+            return drawn(seed, in_order=True) if tries_again else found
+
+        found = drawn(0)
+        for seed in range(1, _SEEDS):
+            if found.outcome == "random" and found.draws == "shared":  # it may decide whether samples are mixed
+                found = merged([found, drawn(seed)])
+        return found
 
     def _compare_with(
         self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], compare: _Compared
     ) -> Verdict:
+        self._draws = draws
         whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
         by_samples = compare(self, whole, parts, SAMPLES, 0)
         declared, changes = self._seen
@@ -394,7 +408,8 @@ class SplitCheck:
         losses = self._losses(parts, weighting)
         for loss in losses:
             if loss.requires_grad:  # else nothing in these samples counts
-                loss.backward(inputs=self._reached())  # type: ignore[no-untyped-call]
+                with contextlib.nullcontext() if self._draws is None else self._draws.backward():
+                    loss.backward(inputs=self._reached())  # type: ignore[no-untyped-call]
         return math.fsum(float(loss.detach()) for loss in losses)
 
     def _reached(self) -> list[torch.Tensor]:

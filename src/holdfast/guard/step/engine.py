@@ -308,7 +308,8 @@ class StepEngine:
             raise OutOfMemoryError(
                 f"{what} does not fit, in {work.attempts} attempts ({found})",
                 limit=decision.reason,
-                fix="free memory, use a smaller batch or model, or allow what was refused by "
+                fix="free memory, use a smaller batch or model, or return Loss(mean, items) if samples are "
+                "independent, TwoPass(outputs, loss) if the loss compares them, or allow what was refused by "
                 "Policy(allow_split_with=...); the weights are those of the last committed step.",
                 rule="H401",
             )
