@@ -2,7 +2,8 @@
 
 a loader with state_dict     its own position (holdfast.DataLoader: exact, in no time)
 any other iterable           the random state at the start of the epoch is put back, the batches before the
-                             position are read and dropped, and the random state of the moment follows.
+                             position are read and dropped, the last from the random state that it was read from: with
+                             it one may be made ahead. The random state of the moment follows.
                              Exact for torch's own DataLoader, shuffled or not, with the same worker count
 an iterator                  cannot be started again: its order is nobody's to restore
 """
@@ -30,8 +31,8 @@ _EXACT = (
 _OWN = "what the loader's own state_dict keeps"
 _REPLAY = (
     "bit-exact if each batch is made when it is asked for, from random numbers of the global generators or of those "
-    "that are attributes of the loader. Not if it is made ahead, while a step runs, or depends on what training "
-    "changes, such as the model or an environment: give such a loader state_dict and load_state_dict. Reads over"
+    "that are attributes of the loader, or one ahead. Not if it is made while a step runs, or depends on what "
+    "training changes, such as the model or an environment: give such a loader state_dict and load_state_dict. Reads over"
 )
 _ONCE = "none: an iterator cannot be started again; batches already trained are read and dropped"
 
@@ -63,6 +64,7 @@ class Cursor:
         self.left_in_batch = False  # the loop was left with a batch that no step was made with
         self._begun_in_the_middle = False
         self._before_fetch: RandomState | None = None
+        self._before_last: RandomState | None = None  # as that, of the last batch that counts
 
     @property
     def promise(self) -> str:
@@ -111,7 +113,9 @@ class Cursor:
             restore(self._epoch_start)
         self._set_generators(self._generators)
         iterator = iter(self._loader)
-        for _ in range(self.batches):
+        for left in range(self.batches, 0, -1):
+            if left == 1 < self.batches and self._before_last is not None:
+                restore(self._before_last)
             if next(iterator, self) is self:
                 break
         self._set_generators(now)
@@ -142,7 +146,7 @@ class Cursor:
         if self._fetching:
             self.batches += 1
             self.trained += 1
-            self._fetching = False
+            self._fetching, self._before_last = False, self._before_fetch
 
     @property
     def seems_to_end(self) -> bool:
@@ -199,6 +203,7 @@ class Cursor:
                 rule="H602",
             )
         self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
+        self._before_last = None
         self._under_way = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,6 +219,7 @@ class Cursor:
             "trained": self.trained,
             "loader": self._loader_state,
             "epoch_start": None if self._epoch_start is None else self._epoch_start.to_tree(),
+            "before_last": None if self._before_last is None or self._stateful else self._before_last.to_tree(),
             "generators": self._generators,
             "generators_now": self._generators if drawn else self._generator_states(),
         }
@@ -226,8 +232,10 @@ class Cursor:
         self._reload = self._loader_state is not None
         if isinstance(self._loader, DataLoader) and self._loader_state is not None:
             self._loader.load_state_dict(self._loader_state)  # says at once if the order is another one
-        start = state["epoch_start"]
-        self._epoch_start = None if start is None else RandomState.from_tree(start)
+        self._epoch_start, self._before_last = (
+            None if each is None else RandomState.from_tree(each)
+            for each in (state["epoch_start"], state.get("before_last"))
+        )
         self._generators = state["generators"]
         self._set_generators(state["generators_now"])
 

@@ -34,7 +34,7 @@ def kinds(guard: holdfast.Guard) -> list[str]:
 
 
 class Drawn:
-    """An iterable that draws its batches from a generator of its own."""
+    """An iterable that draws its batches from a generator of its own, or one ahead."""
 
     def __init__(self, kind: str) -> None:
         self.own: Any = {
@@ -42,11 +42,16 @@ class Drawn:
             "numpy": lambda: np.random.default_rng(3),
             "numpy, as it was": lambda: np.random.RandomState(3),
             "python": lambda: random.Random(3),
+            "one ahead, of global random numbers": lambda: None,
         }[kind]()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        ahead = torch.randint(0, 100, (8,))
         for _ in range(5):
-            if isinstance(self.own, torch.Generator):
+            if self.own is None:
+                now, ahead = ahead, torch.randint(0, 100, (8,))
+                yield X[now]
+            elif isinstance(self.own, torch.Generator):
                 yield X[torch.randint(0, 100, (8,), generator=self.own)]
             elif isinstance(self.own, random.Random):
                 yield X[self.own.sample(range(100), 8)]
@@ -54,16 +59,18 @@ class Drawn:
                 yield X[torch.from_numpy(self.own.permutation(100)[:8])]
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy", "numpy, as it was", "python"])
+@pytest.mark.parametrize(
+    "kind", ["torch", "numpy", "numpy, as it was", "python", "one ahead, of global random numbers"]
+)
 def test_a_generator_that_is_the_loader_s_own_goes_on_where_it_was(tmp_path, kind):
-    """A stop in the second epoch, whose first batches are read again, changes no batch."""
+    """A stop in the second epoch, whose first batches are read again, changes no batch, nor does dropout between."""
 
     def run(folder: Path, *stops: int | None) -> torch.Tensor:
         for stop in stops:
             parts = make()
             guard = holdfast.Guard(folder, loader=Drawn(kind), **parts)
             for batch in guard.batches(max_epochs=3):
-                guard.step(batch, loss_of(parts["model"]))
+                guard.step(batch, loss_of(nn.Sequential(nn.Dropout(), parts["model"])))
                 if guard.global_step == stop:
                     guard.request_stop()
         return parts["model"].weight.detach()
