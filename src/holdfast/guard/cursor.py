@@ -30,9 +30,9 @@ _EXACT = (
 )
 _OWN = "what the loader's own state_dict keeps"
 _REPLAY = (
-    "bit-exact if each batch is made when it is asked for, from random numbers of the global generators or of those "
-    "that are attributes of the loader, or one ahead. Not if it is made while a step runs, or depends on what "
-    "training changes, such as the model or an environment: give such a loader state_dict and load_state_dict. Reads over"
+    "bit-exact if each batch is made when it is asked for, or one ahead, from random numbers of the global generators or "
+    "of attributes of the loader. Not if it is made while a step runs, or depends on what training changes, such as the "
+    "model or an environment: give such a loader state_dict and load_state_dict. Reads over"
 )
 _ONCE = "none: an iterator cannot be started again; batches already trained are read and dropped"
 
