@@ -2,8 +2,8 @@
 
 a loader with state_dict     its own position (holdfast.DataLoader: exact, in no time)
 any other iterable           the random state at the start of the epoch is put back, the batches before the
-                             position are read and dropped, the last from the random state that it was read from: with
-                             it one may be made ahead. The random state of the moment follows.
+                             position are read and dropped, the last from the random state of then, since the next
+                             may be made with it. The random state of the moment follows.
                              Exact for torch's own DataLoader, shuffled or not, with the same worker count
 an iterator                  cannot be started again: its order is nobody's to restore
 """
@@ -30,8 +30,8 @@ _EXACT = (
 )
 _OWN = "what the loader's own state_dict keeps"
 _REPLAY = (
-    "bit-exact if each batch is made when it is asked for, or one ahead, from random numbers of the global generators or "
-    "of attributes of the loader. Not if it is made while a step runs, or depends on what training changes, such as the "
+    "bit-exact if each batch is made when it is asked for, or one ahead, from random numbers of global generators or "
+    "of attributes of the loader. Not if it is made while a step runs, or depends on what training changes, as the "
     "model or an environment: give such a loader state_dict and load_state_dict. Reads over"
 )
 _ONCE = "none: an iterator cannot be started again; batches already trained are read and dropped"
@@ -203,7 +203,6 @@ class Cursor:
                 rule="H602",
             )
         self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
-        self._before_last = None
         self._under_way = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,8 +232,7 @@ class Cursor:
         if isinstance(self._loader, DataLoader) and self._loader_state is not None:
             self._loader.load_state_dict(self._loader_state)  # says at once if the order is another one
         self._epoch_start, self._before_last = (
-            None if each is None else RandomState.from_tree(each)
-            for each in (state["epoch_start"], state.get("before_last"))
+            each and RandomState.from_tree(each) for each in (state["epoch_start"], state.get("before_last"))
         )
         self._generators = state["generators"]
         self._set_generators(state["generators_now"])

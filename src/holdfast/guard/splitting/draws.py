@@ -44,7 +44,6 @@ class Draws:
         self._seed, self._in_order = seed, in_order
         self._made: list[_Draw] | None = None
         self._given: dict[Any, list[Any]] = {}  # to parts, by where the generator stood
-        self._seeded = set[int]()  # generators that began again where they began in the call of all samples
         self._samples = 0
 
     def start(self, samples: int) -> None:
@@ -73,7 +72,6 @@ class Draws:
             self.shared |= self.outside_torch and not self._in_order
             return
         left = iter(self._made)
-        self._seeded.clear()
         try:
             with _Drawing(self._devices, lambda draw: self._repeat(next(left, None), draw, first, samples)):
                 yield
@@ -97,9 +95,7 @@ class Draws:
         if made is None or made.op is not draw.op:
             raise NotRepeatableError
         if first and made.place() == draw.place():
-            self._seeded.add(draw.generator)
-        if draw.generator in self._seeded:
-            return
+            return  # the loss has seeded the generator
         rows = [self._rows(old, new, first, samples) for old, new in zip(made.inputs, draw.inputs, strict=True)]
         if not same(rows, draw.inputs, tolerance=self._tolerance):
             raise NotRepeatableError
@@ -125,7 +121,6 @@ class _Draw(NamedTuple):
     """An operation that draws, the tensors that it depends on, and what it drew."""
 
     op: Any
-    generator: int  # the same for the same one
     began: list[torch.Tensor]  # where each generator stood that it drew from
     inputs: list[Any]
     drawn: list[Any]
@@ -155,9 +150,11 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         after = self._states(kwargs)
         began = [old for old, new in zip(before, after, strict=True) if not same(old, new)]
         if began:  # attention without dropout, for one, draws nothing
-            name = func._schema.name
-            given = args[1:] if name.endswith(("_", "_like")) else args  # the values of the first do not matter
-            self._on_draw(_Draw(func, id(kwargs.get("generator")), began, _tensors((given, kwargs)), _tensors(found)))
+            # The values of what is written, or taken as an example, do not matter.
+            known = list(zip(args, (spec.alias_info for spec in func._schema.arguments), strict=False))
+            given = [each for each, written in known if written is None][func._schema.name.endswith("_like") :]
+            drawn = found, [each for each, written in known if written is not None]
+            self._on_draw(_Draw(func, began, _tensors((given, kwargs)), _tensors(drawn)))
         return found
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:

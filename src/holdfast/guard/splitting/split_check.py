@@ -54,7 +54,7 @@ _HALF_TOLERANCE = 5e-2
 _SMALL, _SMALL_OF_LOSS = 2e-5, 3e-6
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
-_SEEDS = 4  # for each window, of random numbers that all samples share
+_SEEDS = 8  # for each window, of random numbers that all samples share
 _MOST_EMPTY, _MOST_ONE_BY_ONE = 2, 256
 _LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
 _NOT_REPEATABLE = (
@@ -151,6 +151,7 @@ class SplitCheck:
     in_a_copy: bool  # whether this process is a copy that is thrown away, so that side effects can be looked for
     known: Sequence[Weighting] = ()  # what the mean of the loss was found to be over in earlier batches
     _draws: Draws | None = field(default=None, init=False)
+    _seed: int = field(default=0, init=False)
     _buffers: BufferKeeper | None = field(default=None, init=False)
     _seen: tuple[bool, bool] = field(default=(False, False), init=False)  # declares items, changes its batch
     uneven: list[str] = field(default_factory=list)  # found: states that the parts leave otherwise than the whole
@@ -264,14 +265,11 @@ class SplitCheck:
     def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> Verdict:
         """Compare gradients of 4 samples, else of 2, else only their losses, which needs far less memory."""
         pair = micro_batches(window, batch_size(window, self.split), 2, self.split)[0][0]
-        tries: list[Callable[[], Verdict]] = [
-            lambda: self._compare(window, weightings, SplitCheck._difference),
-            lambda: self._compare(pair, weightings, SplitCheck._difference),
-            lambda: self._compare(pair, weightings, SplitCheck._difference_of_losses),
-        ]
-        for number, compare in enumerate(tries, start=1):
+        gradients, losses = SplitCheck._difference, SplitCheck._difference_of_losses
+        tries = [(window, gradients), (pair, gradients), (pair, losses)]
+        for number, (samples, compare) in enumerate(tries, start=1):
             try:
-                return compare()
+                return self._compare(samples, weightings, compare)
             except Exception as error:
                 if find_out_of_memory(error) is None or number == len(tries):
                     raise
@@ -297,6 +295,7 @@ class SplitCheck:
             return self._compare_with(None, window, weightings, compare)
 
         def drawn(seed: int, *, in_order: bool = False) -> Verdict:
+            self._seed = seed
             draws = Draws(self._devices(), self._least_tolerance(), seed, in_order=in_order)
             try:
                 found = self._compare_with(draws, window, weightings, compare)
@@ -425,8 +424,7 @@ class SplitCheck:
         if len(parts) == 1:
             self._seen = read[0][0].declared or isinstance(self.loss_fn, TwoPass), read[0][1]
         terms = [each for each, _ in read]
-        weights = shares(weighting, parts) or (0.0,) * len(parts)
-        rows = [[weight] for weight in weights]
+        rows = [[weight] for weight in shares(weighting, parts) or (0.0,) * len(parts)]
         if terms[0].declared:
             counts = [each.read()[1] for each in terms]
             totals = [sum(column) for column in zip(*counts, strict=True)]
@@ -490,7 +488,7 @@ class SplitCheck:
         self.states.put_back()
         if self._buffers is not None:
             self._buffers.put_back()
-        seed_cpu(seed)
+        seed_cpu(self._seed + seed)
         if whole is not None and self._draws is not None:
             self._draws.start(sum(samples for _, samples in whole))
 

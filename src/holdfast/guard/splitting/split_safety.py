@@ -187,15 +187,13 @@ class SplitSafety:
         split = "possible" if verdict is not None else "possible, to be tried out before the first one"
         if cannot or self._policy.micro_batch_size is None:
             split = f"refused: {cannot}" if cannot else "off"
-        weighting = None
-        if verdict is not None:
-            weighting = "as declared" if verdict.declared else str(known.chosen())
+        weighting = "as declared" if verdict is not None and verdict.declared else str(known.chosen())
         self._record.emit(
             run_events.Promises(
                 batch_size=size,
                 split=split,
                 split_promise=None if cannot or verdict is None else self._promise_of_split(known),
-                weighting=weighting,
+                weighting=None if verdict is None else weighting,
                 split_check=None if verdict is None else verdict.facts(),
                 # None: not looked for, on an accelerator.
                 side_effects=known.side_effects,
@@ -317,13 +315,13 @@ class SplitSafety:
         """Return what splitting promises, given the hazards that are there and that the policy allows."""
         if self._hazards(known):
             return "changes training"
-        random = known.verdict is not None and known.verdict.outcome == "random"
-        if random and known.verdict is not None and known.verdict.draws in ("shared", "unknown"):
+        draws = "none" if known.verdict is None else known.verdict.draws
+        if draws in ("shared", "unknown"):
             return "changes training"  # shared ones are the same on average over draws, with less variance
         dropout = any(
             module.training and _drops(module) for model in self.parts.models.values() for module in model.modules()
         )
-        return "equal in distribution" if random or dropout else "equal up to rounding"
+        return "equal in distribution" if draws != "none" or dropout else "equal up to rounding"
 
     def _refusal(self, hazard: str, why: str) -> BatchError:
         items = (
