@@ -54,7 +54,7 @@ _HALF_TOLERANCE = 5e-2
 _SMALL, _SMALL_OF_LOSS = 2e-5, 3e-6
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
-_SEEDS = 8  # for each window, of random numbers that all samples share
+_SEEDS = 3  # for each comparison with random numbers that all samples share; others for the next one
 _MOST_EMPTY, _MOST_ONE_BY_ONE = 2, 256
 _LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
 _NOT_REPEATABLE = (
@@ -294,21 +294,21 @@ class SplitCheck:
         if isinstance(self.loss_fn, TwoPass):
             return self._compare_with(None, window, weightings, compare)
 
-        def drawn(seed: int, *, in_order: bool = False) -> Verdict:
-            self._seed = seed
-            draws = Draws(self._devices(), self._least_tolerance(), seed, in_order=in_order)
+        def drawn(*, in_order: bool = False) -> Verdict:
+            draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
             try:
                 found = self._compare_with(draws, window, weightings, compare)
             except NotRepeatableError:  # what is drawn for one sample after the other is the same all by itself
                 found = self._compare_with(None, window, weightings, compare)
                 return replace(found, outcome="random", draws="own") if found.outcome == "exact" else found
             tries_again = found.draws == "unknown" and draws.outside_torch and not in_order
-            return drawn(seed, in_order=True) if tries_again else found
+            return drawn(in_order=True) if tries_again else found
 
-        found = drawn(0)
-        for seed in range(1, _SEEDS):
+        found = drawn()
+        for _ in range(1, _SEEDS):
             if found.outcome == "random" and found.draws == "shared":  # it may decide whether samples are mixed
-                found = merged([found, drawn(seed)])
+                self._seed += 1
+                found = merged([found, drawn()])
         return found
 
     def _compare_with(
