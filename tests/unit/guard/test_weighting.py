@@ -214,11 +214,8 @@ def test_a_loss_with_noise_of_its_own_is_split_as_the_sum_or_the_mean_that_it_is
         monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
     found = {}
     for size in (None, 2):
-
-        def make_loss(model):
-            return lambda batch: reduce(noisy(model, batch[0]))
-
-        found[size], _, said = step(tmp_path / str(size), (X, Y), make_loss, micro_batch_size=size)
+        folder = tmp_path / str(size)
+        found[size], _, said = step(folder, X, lambda m: lambda x: reduce(noisy(m, x)), micro_batch_size=size)
     assert said["split_check"]["outcome"] == "random"
     assert said["weighting"] == weighting
     ratio = found[2].norm() / found[None].norm()
@@ -351,11 +348,9 @@ def test_a_random_loss_is_tried_with_the_same_numbers_in_parts_and_whole(tmp_pat
 
 def test_a_model_that_returns_other_things_in_evaluation_is_split(tmp_path):
     """Nothing is tried in evaluation that can be tried in training."""
-
-    def make_loss(model):
-        return lambda batch: (errors(model, batch[0]) if model.training else None).mean()
-
-    _, _, said = step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
+    _, _, said = step(
+        tmp_path, X, lambda m: lambda x: (errors(m, x) if m.training else None).mean(), micro_batch_size=2
+    )
     assert (said["split_check"]["outcome"], said["split_promise"]) == ("exact", "equal up to rounding")
 
 

@@ -153,8 +153,8 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The values of what is written, or taken as an example, do not matter.
             known = list(zip(args, (spec.alias_info for spec in func._schema.arguments), strict=False))
             given = [each for each, written in known if written is None][func._schema.name.endswith("_like") :]
-            drawn = found, [each for each, written in known if written is not None]
-            self._on_draw(_Draw(func, began, _tensors((given, kwargs)), _tensors(drawn)))
+            written = [each for each, written in known if written is not None]
+            self._on_draw(_Draw(func, began, _tensors((given, kwargs)), _tensors((found, written))))
         return found
 
     def _states(self, kwargs: Any) -> list[torch.Tensor]:
