@@ -9,7 +9,8 @@
     ├── DeviceError (RuntimeError)         H403  the device's context is dead
     ├── NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skipping and rolling back
     ├── DivergenceError (ArithmeticError) H503  finite values that run away persist after rolling back
-    └── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
+    ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
+    └── RankError (RuntimeError)          H11x  another rank has failed, or is somewhere else
 
 `holdfast explain` says what each rule means, from the catalogue in ``explain.rules``.
 """
@@ -92,6 +93,10 @@ class NonFiniteError(HoldfastError, ArithmeticError):
 
 class DivergenceError(HoldfastError, ArithmeticError):
     """Training runs away, with finite values, although it went back to a good state several times."""
+
+
+class RankError(HoldfastError, RuntimeError):
+    """Another rank has failed, or the ranks are not at the same place."""
 
 
 class LoaderError(HoldfastError, ValueError):

@@ -1,8 +1,8 @@
 """The run directory: its layout, its format, and the lock that keeps a second run out.
 
 run.json               format of the directory, which run this is, and where it has saved, once it has
-lock                   held while a guard is open
-recorder/              the black box
+lock                   held while a guard is open; lock.rank1 by the second of several ranks, and so on
+recorder/              the black boxes, of each rank one
 checkpoints/           see ``checkpoint.store``
 images/                see ``images``
 """
@@ -29,19 +29,21 @@ _RUN_FILE = "run.json"
 class RunDirectory:
     """One run directory, made if missing; `acquire` before writing into it."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise PolicyError(
                 f"run_dir={path!r}", limit="a path is needed", fix='pass a directory such as "runs/a".', rule="H105"
             )
         self.path = Path(path).expanduser().absolute()
+        self._rank = rank
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._says = self._read()
-            self._write()
+            if rank == 0:
+                self._write()
         except OSError as error:
             raise self._unusable(error) from error
-        self._lock = FileLock(self.path / "lock")
+        self._lock = FileLock(self.path / (f"lock.rank{rank}" if rank else "lock"))
 
     @property
     def checkpoints(self) -> Path:
@@ -50,8 +52,8 @@ class RunDirectory:
 
     @property
     def recorder(self) -> Path:
-        """Return the folder of this process's recording. One rank for now."""
-        return self.path / "recorder" / "rank0"
+        """Return the folder of this process's recording."""
+        return self.path / "recorder" / f"rank{self._rank}"
 
     def _read(self) -> dict[str, Any]:
         """Return what ``run.json`` says; where it is damaged, the recording says where the run has saved."""
@@ -96,7 +98,7 @@ class RunDirectory:
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
         """Keep for later restarts where there is a checkpoint, so that its loss is seen; None: none is missed."""
-        if folder != self.saved_in:
+        if folder != self.saved_in and self._rank == 0:
             before, self._says = self._says, {**self._says, "saved_in": folder, "run": self.run_id}
             try:
                 self._write()

@@ -26,6 +26,7 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.images import keep_image
 from holdfast.guard.parts import gather_parts
+from holdfast.guard.ranks.recognise import ranks_of
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
 from holdfast.guard.run.loop import Loop
@@ -93,25 +94,40 @@ class Guard:
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
-        self.policy = Policy.of(policy, **overrides)
         self._parts = gather_parts(model, optimizer, scheduler, state)
+        self._ranks = ranks_of(self._parts)
+        with self._ranks.together():  # an error on one is an error on all
+            self._begin(run_dir, loader, split, clock or SystemClock(), Policy.of(policy, **overrides))
+
+    def _begin(
+        self,
+        run_dir: str | os.PathLike[str],
+        loader: Iterable[Any] | None,
+        split: Split,
+        clock: Clock,
+        policy: Policy,
+    ) -> None:
+        ranks = self._ranks
+        self.policy = ranks.policy(policy)
         check_schedulers(self._parts.schedulers, scales=self.policy.rollback_lr_factor is not None)
-        clock = clock or SystemClock()
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
         self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
         self._stop = StopRequest()
-        self._directory = RunDirectory(run_dir)
+        with ranks.in_turn():
+            self._directory = RunDirectory(run_dir, ranks.rank)
         self._record = RunRecord(self._directory.recorder, clock)
-        self._engine = StepEngine(self._parts, self.policy, self._record, split)
+        self._engine = StepEngine(self._parts, self.policy, self._record, split, ranks)
         self._session = Session(self._engine, self._directory, clock, self._cursor)
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
+        ranks.serve(self._stop, self._session.saving)
         self._boundaries = Loop(self._session, self._stop, self._recovery)
         weakref.finalize(self, self._stop.uninstall)
         weakref.finalize(self, self._engine.diagnosis.close)  # at exit: later, torch would abort the process
-        self._open()
+        with ranks.in_turn():
+            self._open()
         try:
             self.resumed_from: Path | None = self._session.resume()
         except BaseException:
@@ -196,7 +212,7 @@ class Guard:
                 self._position_is_clear = True
                 self._record.emit(run_events.PositionNotKept())
             self._boundaries.boundary_outside()
-            if self._stop.by_signal:
+            if self._ranks.is_signalled(self._stop):
                 self._end_process()
 
     # --- the step -------------------------------------------------------------------------------------------
@@ -231,8 +247,15 @@ class Guard:
             self._ready()
             return self._steps.step(batch, loss_fn, names, split=split)
         except BaseException as error:
-            self._record.left_by(error)
+            self._leave(error)
             raise
+
+    def _leave(self, error: BaseException) -> None:
+        """Record an error that leaves the guard; raise that of another rank, if that is behind it."""
+        behind = self._ranks.leave(error)
+        self._record.left_by(behind or error)
+        if behind is not None:
+            raise behind from error
 
     # --- opening, closing -----------------------------------------------------------------------------------
 
@@ -265,14 +288,15 @@ class Guard:
             self.close()
         else:
             self._record.left_by(kind if error is None else error)
+            self._ranks.leave(kind() if error is None else error)
             self._release("failed")
 
     def _end_process(self) -> NoReturn:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
-        self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
+        self._record.emit(run_events.StopRequested(reason=str(self._ranks.stop_reason(self._stop))))
         self._boundaries.count_batch()
         self._session.save_the_rest(self._open)
-        self._session.saving.save()  # a first checkpoint in any case
+        self._session.save()  # a first checkpoint in any case
         self._release("stopped")
         raise SystemExit(0)
 
@@ -327,7 +351,7 @@ class Guard:
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
-            with self._record.errors(), self._stop, evaluating(models, devices):
+            with self._record.errors(), self._ranks.interruptible(self._stop), evaluating(models, devices):
                 yield
         except Interrupted:
             self._end_process()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -44,6 +45,7 @@ class Parts:
     optimizers: dict[str, Optimizer]  # by name
     schedulers: dict[str, Any]  # by the name of the optimizer that they drive, or by any name
     states: dict[str, Stateful]  # further state by name
+    wrappers: Mapping[str, nn.Module] = field(default_factory=dict)  # what models were given in, for several ranks
     compiled: bool = False  # whether a model, or a part of one, was given compiled. What else is compiled shows later
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -112,8 +114,13 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Part
     models: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
     models, compiled = as_written(models)
+    wrappers = {name: each for name, each in models.items() if isinstance(each, DistributedDataParallel)}
+    if wrappers:  # names are those of the bare model, whatever it is trained in
+        bare: dict[str, nn.Module] = {**models, **{name: each.module for name, each in wrappers.items()}}
+        models, _ = as_written(bare)
     parts = Parts(
         compiled=compiled,
+        wrappers=wrappers,
         models=models,
         optimizers=optimizers,
         schedulers={} if scheduler is None else _named(scheduler, "scheduler", Stateful),

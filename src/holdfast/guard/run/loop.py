@@ -31,6 +31,7 @@ class Loop:
     def __init__(self, session: Session, stop: StopRequest, recovery: Recovery) -> None:
         self._session = session
         self._record = session.record
+        self._ranks = session.ranks
         self._stop = stop
         self._recovery = recovery
         self._state = session.state
@@ -48,30 +49,34 @@ class Loop:
         def finished() -> bool:
             enough = max_epochs is not None and cursor.epoch >= max_epochs
             enough = enough or (max_steps is not None and self._record.global_step >= max_steps)
-            return enough or self._stop.reason is not None
+            return enough or self._ranks.stop_reason(self._stop) is not None
 
         self._stop.begin_anew()
         self._state.in_loop = True
         self._record.emit(run_events.Loop(resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches))
         how: End = "failed"
         try:
-            self._session.saving.save_first()
+            self._session.save_first()
             while not finished():
                 yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
-            if self._stop.reason is not None:
+            stopped = self._ranks.stop_reason(self._stop)
+            if stopped is not None:
                 self._stop.honoured = True
-                self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
+                self._record.emit(run_events.StopRequested(reason=stopped))
             else:
                 self._report_waiting_schedulers(cursor.epoch)
-            self._session.saving.save()
-            how = "finished" if self._stop.reason is None else "stopped"
+            self._session.save()
+            how = "finished" if stopped is None else "stopped"
         except GeneratorExit:
             how = "left"
             raise
         except BaseException as error:
-            self._record.left_by(error)
-            if isinstance(error, Exception):
+            behind = self._ranks.leave(error)
+            self._record.left_by(behind or error)
+            if isinstance(error, Exception) and self._ranks.world_size == 1:
                 self._session.saving.save()  # the loader failed at a boundary: nothing is lost
+            if behind is not None:
+                raise behind from error
             raise
         finally:
             try:
@@ -94,7 +99,7 @@ class Loop:
         before = self._progress()
         while True:
             try:
-                with self._stop:
+                with self._ranks.interruptible(self._stop):
                     batch = cursor.fetch(iterator)
             except StopIteration:
                 break
@@ -110,6 +115,7 @@ class Loop:
                 self._save_if_due()
             if finished():
                 return
+        self._ranks.end_epoch()
         cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
         if self._session.policy.scheduler_interval == "epoch":
             parts = self._session.parts
@@ -133,15 +139,15 @@ class Loop:
     def _save_if_due(self) -> None:
         saving = self._session.saving
         saving.at_boundary()
-        refused = saving.take_refusal()  # of a save that was begun some steps ago
+        refused = self._ranks.refusal(saving)  # of a save that was begun some steps ago
         if refused is None:
             self._session.keep_snapshot()
-            if not saving.is_due:
+            if not self._ranks.is_save_due(saving):
                 return
             if self._session.is_calm:
                 self._postponed = False
-                saving.save_when_due()
-                refused = saving.take_refusal()
+                self._session.save_when_due()
+                refused = self._ranks.refusal(saving)
             elif not self._postponed:
                 self._record.emit(
                     run_events.SavePostponed(why="loss or gradient norm stand out; until that is settled")

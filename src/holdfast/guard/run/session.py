@@ -6,6 +6,7 @@ Does not: write them (see ``saving``).
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -57,6 +58,8 @@ class Session:
         self.clock = clock
         self.cursor = cursor
         self.record = record = engine.record
+        self.ranks = ranks = engine.ranks
+        self._of_ranks: dict[str, Any] | None = None  # what the newest checkpoint holds of each
         self.parts = parts = engine.parts
         self.policy = policy = engine.policy
         self.ladder = engine.ladder
@@ -74,6 +77,7 @@ class Session:
             must_be_finite=self.must_be_finite,
             position=self._position,
             cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
+            writes=ranks.rank == 0,
         )
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
         engine.spare_memory = self._spare_memory
@@ -96,7 +100,8 @@ class Session:
         wait_for_jobs(self._directory.path)  # of a guard that was given up: it still holds the lock
         self._directory.acquire()
         try:
-            self._store.clean_up()
+            if self.ranks.rank == 0:
+                self._store.clean_up()
             self._check_not_continued()
             self.record.open()
             announce_recording(self._directory.path)
@@ -132,6 +137,8 @@ class Session:
                     self._newest_id = self._store.next_save_id() - 1
                 self.saving.report_loss(left=how == "left")
             self.record.close(how)
+            if how != "failed" and sys.exception() is None:
+                self.ranks.close()
         finally:
             self.state.close()
             self._directory.release()
@@ -161,6 +168,35 @@ class Session:
         """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
         return self.policy.spike_action == "off" or self.spikes.is_calm()
 
+    def save_first(self) -> None:
+        """Have a state to return to before the first step."""
+        self._hear_ranks()
+        self.saving.save_first()
+
+    def save(self) -> None:
+        """Have a checkpoint of this very state when this returns, unless the state is not whole."""
+        self._hear_ranks()
+        self.saving.save()
+
+    def save_when_due(self) -> None:
+        """Begin a save of this state."""
+        self._hear_ranks()
+        self.saving.save_when_due()
+
+    def _hear_ranks(self) -> None:
+        self._of_ranks = self.ranks.states(self._own_state)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "random_state": self._random_state().to_tree(),
+            "position": None if self.cursor is None else self.cursor.state_dict(),
+        }
+
+    def _random_state(self) -> RandomState:
+        if self._drawn_at is not None and self._drawn_at[0] == self._position():
+            return self._drawn_at[1]
+        return capture(self.parts.devices()) if self.cursor is None else self.cursor.random_state()
+
     def save_the_rest(self, open_again: Callable[[], None]) -> None:
         """Save what no checkpoint holds as a run is closed: steps, or what has changed without one.
 
@@ -168,6 +204,9 @@ class Session:
         export, or statistics of other data, never replaces the state of the training.
         """
         self.saving.finish()
+        if self.ranks.has_left:
+            return  # the others' share of the state is out of reach
+        self._hear_ranks()
         try:
             if not self.saving.has_unsaved:
                 entry = self._saved_without_changes()
@@ -248,14 +287,12 @@ class Session:
             self._groups = None
             self.record.emit(run_events.GroupsChanged())
         cursor = self.cursor
-        random_state = capture(self.parts.devices()) if cursor is None else cursor.random_state()
-        if self._drawn_at is not None and self._drawn_at[0] == self._position():
-            random_state = self._drawn_at[1]
-        return {
+        of_ranks = {} if self._of_ranks is None else {"ranks": self._of_ranks}
+        return of_ranks | {
             "global_step": self.record.global_step,
             "counters": asdict(self.counters),
             "position": None if cursor is None else cursor.state_dict(),
-            "random_state": random_state.to_tree(),
+            "random_state": self._random_state().to_tree(),
             "ladder": self.ladder.state_dict(),
             "loss_scale": self._engine.loss_scale.state_dict(),
             "spikes": self.spikes.state_dict(),
@@ -273,6 +310,7 @@ class Session:
         Returns:
             Its directory, or None at the start of a run.
         """
+        self.ranks.agree("opening", self._same_for_all)
         entry = self._newest_good()
         if entry is None:
             self._directory.check_not_lost()
@@ -287,6 +325,11 @@ class Session:
         self._compare_settings(training["settings"])
         self.record.emit(run_events.Resumed(checkpoint=entry.path.name, trained_batches=self._position()[1]))
         return entry.path
+
+    def _same_for_all(self) -> dict[str, Any]:
+        shapes = {name: list(parameter.shape) for name, parameter in self.parts.named_parameters()}
+        facts = {"run directory": self._directory.run_id, "policy": repr(self.policy), "model": shapes}
+        return facts | self.parts.settings()
 
     def _compare_settings(self, begun_with: dict[str, Any]) -> None:
         given, self._settings = self._settings, begun_with
@@ -354,7 +397,11 @@ class Session:
         def on_damaged(path: Path, why: str) -> None:
             self.record.emit(run_events.CheckpointDamaged(checkpoint=path.name, why=why))
 
-        return self._store.newest_good(on_damaged, before_step=before_step)
+        return self.ranks.chosen(
+            lambda: self._store.newest_good(on_damaged, before_step=before_step),
+            lambda entry: entry.path.name,
+            lambda name: next(entry for entry in self._store.entries() if entry.path.name == name),
+        )
 
     def _restore(self, entry: Entry, *, in_place: bool = False) -> dict[str, Any]:
         """Put a checkpoint back. In place, tensors are overwritten as they are read, which needs no memory beside."""
@@ -366,6 +413,7 @@ class Session:
     def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
         load(trees, self.parts)
         training: dict[str, Any] = trees["training"]
+        training = {**training, **self.ranks.own_state(training)}
         self._engine.loss_scale.load_state_dict(training["loss_scale"])
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]

@@ -202,16 +202,18 @@ class Recovery:
     def report_origin(self, provenance: Provenance) -> str:
         """Record where NaN or Inf came from, and return it as one message."""
         if provenance.origin is None:
-            self._record.emit(run_events.NonfiniteNotTraced(why=provenance.problem))
-            return f"its origin is not known: {provenance.problem}"
+            where = "" if provenance.rank is None else f"rank {provenance.rank}: "
+            self._record.emit(run_events.NonfiniteNotTraced(why=where + provenance.problem))
+            return where + (provenance.problem if where else f"its origin is not known: {provenance.problem}")
         samples, at = provenance.samples, self._dataset_indices(provenance.samples)
         self._record.emit(
             run_events.NonfiniteOrigin(origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=at)
         )
+        where = "" if provenance.rank is None else f"rank {provenance.rank}: "
         if not samples:
-            return str(provenance.origin)
+            return f"{where}{provenance.origin}"
         known = "" if at is None else f" (dataset index {_listed(at)})"
-        return f"{provenance.origin}; without sample {_listed(samples)} of the batch{known} it is finite"
+        return f"{where}{provenance.origin}; without sample {_listed(samples)} of the batch{known} it is finite"
 
     def dropped(self, provenance: Provenance) -> None:
         """Note that a step was made without some of its samples."""
@@ -345,7 +347,7 @@ class Steps:
             partial = error
         except BaseException as error:
             state.step_failed()
-            if isinstance(error, OutOfMemoryError):
+            if isinstance(error, OutOfMemoryError) and self.engine.ranks.world_size == 1:
                 self.session.saving.save()  # the weights are those of the last step: keep them
             raise
         else:

@@ -76,6 +76,7 @@ class Saving:
         must_be_finite: Callable[[], Named],
         position: Callable[[], tuple[int, int]],
         cuda: torch.device | None,
+        writes: bool = True,
     ) -> None:
         self._directory = directory
         self.chooser = IntervalChooser(
@@ -85,7 +86,7 @@ class Saving:
         )
         self._store = store
         self._record = record
-        self._every = policy.save_interval_steps
+        self._every = policy.save_interval_steps if writes else None  # of several ranks one writes
         self._keep_latest_k = policy.keep_latest_k
         self._clock = clock
         self._run_state = run_state
@@ -111,7 +112,15 @@ class Saving:
     @property
     def is_due(self) -> bool:
         """Return whether an interval was passed since the last attempt to save."""
-        every, step, tried = self._every, self._record.global_step, self._tried_at_step
+        return self._is_due_at(self._record.global_step)
+
+    @property
+    def is_due_after_a_step(self) -> bool:
+        """Return whether a save will be due once the step that is being made is committed."""
+        return self._is_due_at(self._record.global_step + 1)
+
+    def _is_due_at(self, step: int) -> bool:
+        every, tried = self._every, self._tried_at_step
         if every is None or tried is None:
             return every is not None
         if step > tried and self.chooser.is_overdue(self._clock.monotonic_seconds(), early=every == "auto"):
@@ -127,6 +136,11 @@ class Saving:
     def may_save_more(self) -> bool:
         """Return whether this run saves, has begun to, and stands where it may."""
         return self._every is not None and self._tried_at_step is not None and self._run_state.may_be_saved
+
+    @property
+    def has_refusal(self) -> bool:
+        """Return whether a save was refused since that was last asked."""
+        return self._refused is not None
 
     def take_refusal(self) -> str | None:
         """Return why a save was refused since this was last asked, or None."""

@@ -83,6 +83,7 @@ class SplitSafety:
 
     def __init__(self, parts: Parts, policy: Policy, buffers: BufferKeeper, record: RunRecord) -> None:
         self.parts = parts
+        self.may_copy = True  # what a step does may be tried out in a copy of this process
         self._policy = policy
         self._buffers = buffers
         self._record = record
@@ -338,7 +339,7 @@ class SplitSafety:
 
     def _forks(self) -> bool:
         """Return whether a copy of this process can try out what a step does."""
-        return self.parts.device_type() == "cpu" and backward_works_in_a_copy()
+        return self.may_copy and self.parts.device_type() == "cpu" and backward_works_in_a_copy()
 
     def _try_split(self, known: _Known, work: Work, empty: int | None = None) -> bool:
         """Try a split out; return whether side effects were looked for as well."""

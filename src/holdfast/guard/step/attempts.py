@@ -21,6 +21,7 @@ from holdfast.core.events import run_events
 from holdfast.core.events.event import Decision, Stop
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.one import OneRank
 from holdfast.guard.record import RunRecord
 from holdfast.guard.result import Attempt
 from holdfast.guard.splitting.loss_functions import FilledOutside
@@ -54,14 +55,16 @@ class Attempts:
         policy: Policy,
         record: RunRecord,
         observing: Observing = lambda: None,
+        ranks: OneRank | None = None,
     ) -> None:
         self._parts = parts
+        self._ranks = ranks = ranks or OneRank()
         self._record = record
         self._devices = parts.devices()
         self.buffers = BufferKeeper(parts.models, StateKeeper(kept_states(parts)))
         self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
         self.safety = SplitSafety(parts, policy, self.buffers, record)
-        self._passes = Passes(self.safety, self.loss_scale, parts.device_type(), policy.precision)
+        self._passes = Passes(self.safety, self.loss_scale, parts.device_type(), policy.precision, ranks)
         self._drops = policy.drop_nonfinite_samples
         wanted = policy.recompute
         self._modules = parts_of(parts.models) if wanted is True else dict(find_blocks(parts.models, wanted or ()))
@@ -134,6 +137,9 @@ class Attempts:
             with seeing or _NOTHING, self._measuring(work, plan):
                 passed = self.run(work, plan, verify=True)
         self._verified.update(plan.recompute)
+        rows = self._ranks.gathered(work.parameters)
+        if rows is not None:
+            passed = passed._replace(loss=passed.loss.new_tensor(rows.loss), items=rows.items)
         self.loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
         if not any(group.parameters for group in groups):

@@ -30,8 +30,8 @@ from holdfast.guard.diagnosis import Diagnosis
 from holdfast.guard.fuse import Fusing
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState
-from holdfast.guard.ranks import check_one_rank
-from holdfast.guard.record import RunRecord
+from holdfast.guard.ranks.one import OneRank
+from holdfast.guard.record import RunRecord, described
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Ruling
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import largest_of
@@ -57,16 +57,19 @@ _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0, 60.0
 class StepEngine:
     """Carries out steps on one set of parts."""
 
-    def __init__(self, parts: Parts, policy: Policy, record: RunRecord, split: Split) -> None:
-        check_one_rank()
+    def __init__(
+        self, parts: Parts, policy: Policy, record: RunRecord, split: Split, ranks: OneRank | None = None
+    ) -> None:
         self.parts, self.policy, self.record = parts, policy, record
+        self.ranks = ranks or OneRank()
         self.ladder = MemoryLadder.of(policy)
         self.state = RunState()
         self._split = split
         self._devices = parts.devices()
         self.diagnosis = Diagnosis(parts, policy, record)
-        self.attempts = Attempts(parts, policy, record, self.diagnosis.attempt)
+        self.attempts = Attempts(parts, policy, record, self.diagnosis.attempt, self.ranks)
         self._safety = self.attempts.safety
+        self._safety.may_copy = self.ranks.world_size == 1  # a copy of one rank would wait for the others
         self.buffers = self.attempts.buffers
         self.loss_scale = self.attempts.loss_scale
         forecast = policy.forecast_peak_bytes  # what the peak of these devices is compared with
@@ -169,7 +172,8 @@ class StepEngine:
         outcome = self._outcome(work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale)
         if not self.policy.provenance or (scale is not None and scale >= 1.0):
             return outcome  # fp16 finds its scale by trying: nothing is wrong
-        return replace(outcome, provenance=self._replay.find(work, self.ladder.plan))
+        found = self.ranks.origin(lambda: self._replay.find(work, self.ladder.plan))
+        return replace(outcome, provenance=found)
 
     def without_bad_samples(self, work: Work, outcome: Outcome) -> Any | None:
         """Return the batch of a skipped step without the samples that NaN came from, if that is known and wanted."""
@@ -239,6 +243,7 @@ class StepEngine:
             # Out of the handler: only now can the frames of the failed attempt be dropped.
             clear_exception_frames(failure)
             self.attempts.take_back(work)
+            self.ranks.check_retry(found or described(failure))
             self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
                 raise self._safety.batch_was_changed(work.loss_fn)
@@ -378,7 +383,7 @@ class StepEngine:
         Takes at most two hundredths of the time `since` the run was opened. The other arguments are those of the
         last step.
         """
-        if not self.diagnosis.seeks_cause:
+        if not self.diagnosis.seeks_cause or self.ranks.world_size > 1:
             return
         split = self._split if split is None else split
         batch = largest_of(batch, split)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from holdfast.core.errors import BatchError
 from holdfast.core.policy.policy import Precision
 from holdfast.guard.parts import autocast
+from holdfast.guard.ranks.one import OneRank
 from holdfast.guard.splitting.loss_functions import weights_stay
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
 from holdfast.guard.splitting.two_pass import Inputs, TwoPass, TwoPassRun
@@ -48,8 +49,16 @@ class Passed(NamedTuple):
 class Passes:
     """Runs a loss function and its backward."""
 
-    def __init__(self, safety: SplitSafety, loss_scale: LossScale, device_type: str, precision: Precision) -> None:
+    def __init__(
+        self,
+        safety: SplitSafety,
+        loss_scale: LossScale,
+        device_type: str,
+        precision: Precision,
+        ranks: OneRank | None = None,
+    ) -> None:
         self._safety = safety
+        self._ranks = ranks or OneRank()
         self._loss_scale = loss_scale
         self._device_type = device_type
         self._precision: Precision = precision
@@ -60,7 +69,7 @@ class Passes:
         """Run one pass, with no arithmetic of ours: bit-identical to a bare loop."""
         terms = self._forward(batch, size, loss_fn)
         terms.check_items()
-        loss = terms.total()
+        loss = self._ranks.weighed(terms)
         self._backward(loss, inputs())
         return Passed(loss.detach(), terms.items[0], counted=terms.counted)
 
@@ -84,6 +93,7 @@ class Passes:
         Returns:
             As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
         """
+        self._ranks.check_undivided()
         if isinstance(loss_fn, TwoPass):
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
             return Passed(terms.total().detach(), terms.read()[1][0])
@@ -101,6 +111,7 @@ class Passes:
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run several batches whose losses add up as they are; parts of one batch by their share in its mean."""
+        self._ranks.check_undivided()
         losses, samples = [], 0
         for parts in batches:
             weights = shares(self._safety.weighting(loss_fn), parts) if len(parts) > 1 else (1.0,)

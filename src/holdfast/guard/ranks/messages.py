@@ -1,0 +1,178 @@
+"""What is rare goes through the store that the ranks have met in: values that all read, and the first error of any.
+
+Keys of the store live under a name of their own for each guard of the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import struct
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import safetensors.torch
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import DistStoreError, distributed_c10d
+
+from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.core.errors import HoldfastError, RankError
+
+_TURN = timedelta(seconds=0.5)  # between two looks at whether somebody has failed
+_GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
+_TROUBLE = "trouble"
+_DAY, _DRAIN, _HEARD = timedelta(days=1), timedelta(seconds=10), timedelta(seconds=1)
+_guards = itertools.count()  # the same on all ranks, which make the same guards
+
+
+class Messages:
+    """Carries values between the ranks, and tells of the first that failed."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._ranks = rank, range(world_size)
+        store: Any = distributed_c10d._get_default_store()
+        name = f"holdfast/{next(_guards)}"
+        self._store: Any = PrefixStore(name, store.clone())
+        self._topics = itertools.count()
+        self._heard: RankError | None = None
+        self.has_left = False
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._uncaught
+        watched = PrefixStore(name, store.clone())  # a wait holds up whoever shares its connection
+        threading.Thread(target=self._watch, args=(watched,), name="holdfast-ranks", daemon=True).start()
+
+    def exchange(self, topic: str, value: Any) -> list[Any]:
+        """Return the values of all ranks; all of them call this at the same place."""
+        if self.has_left:
+            raise self._gone("this rank has left the others after an error")
+        number = next(self._topics)
+        self._store.set(f"{number}/{self._rank}", _packed((topic, value)))
+        found = []
+        for rank in self._ranks:
+            said, what = _unpacked(self._wait_for(f"{number}/{rank}"))
+            if said != topic:
+                raise RankError(
+                    f"rank {rank} is at {said!r}, and rank {self._rank} at {topic!r}",
+                    limit="all ranks make the same calls of the guard in the same order",
+                    fix="call the guard on all ranks, or on none.",
+                    rule="H116",
+                )
+            found.append(what)
+        if number >= 2:  # all have come here, so all have read what came before
+            self._store.delete_key(f"{number - 2}/{self._rank}")
+        return found
+
+    def _wait_for(self, key: str) -> bytes:
+        while True:
+            try:
+                self._store.wait([key], _TURN)
+            except DistStoreError as error:
+                trouble = self.trouble()
+                if trouble is not None:
+                    raise trouble from error
+            except RuntimeError as error:
+                raise self._gone("the store of the ranks is gone, and so the rank that hosts it") from error
+            else:
+                return bytes(self._store.get(key))
+
+    # --- trouble --------------------------------------------------------------------------------------------
+
+    def publish(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends; the first to say so is heard."""
+        self.has_left = True
+        with contextlib.suppress(RuntimeError):
+            text = json.dumps([self._rank, f"{type(error).__name__}: {error}"])
+            self._store.compare_set(_TROUBLE, "", text)
+            # The store may end with this process: not before the others have read it.
+            self._store.wait([f"heard/{rank}" for rank in self._ranks], _HEARD)
+
+    def trouble(self, *, wait_seconds: float = 0.0) -> RankError | None:
+        """Return the error of another rank, if one has told of it."""
+        if self._heard is not None:
+            return self._heard
+        until = time.monotonic() + wait_seconds
+        with contextlib.suppress(RuntimeError):
+            while self._heard is None and not self._store.check([_TROUBLE]):
+                if time.monotonic() >= until:
+                    return None
+                time.sleep(0.02)
+            self._heard = self._heard or self._read(self._store)
+        return self._heard
+
+    def _read(self, store: Any) -> RankError | None:
+        rank, text = json.loads(store.get(_TROUBLE))
+        if rank == self._rank:
+            return None
+        return RankError(
+            f"rank {rank} has failed with {text}",
+            limit="the others cannot go on without it; their weights are those of the last committed step",
+            fix=f"see to the error of rank {rank}, and start all ranks again.",
+            rule="H114",
+        )
+
+    def lost(self, error: BaseException) -> RankError | None:
+        """Return what is behind an error that may come of another rank's end, or None."""
+        is_connection = not isinstance(error, HoldfastError) and isinstance(error, RuntimeError)
+        if not is_connection or not _speaks_of_a_peer(str(error)):
+            return None
+        return self.trouble(wait_seconds=2.0) or self._gone("another rank is gone, and has not said why")
+
+    def _gone(self, what: str) -> RankError:
+        return RankError(
+            what,
+            limit="the others cannot go on without it",
+            fix="look at the end of what each rank has printed: it was killed, or ended by itself; start all again.",
+            rule="H114",
+        )
+
+    def _watch(self, store: Any) -> None:
+        """End this process if another rank has failed, and nothing else wakes it from a wait for that rank."""
+        try:
+            store.wait([_TROUBLE], _DAY)
+            self._heard = error = self._read(store)
+            store.set(f"heard/{self._rank}", "")
+        except RuntimeError:  # the store is gone: the run is over
+            return
+        if error is None:
+            return
+        until = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < until:
+            if self.has_left:
+                return
+            time.sleep(0.05)
+        os.write(2, f"holdfast: {error}\n".encode())
+        os._exit(1)
+
+    def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
+        if not self.has_left:
+            self.publish(error)
+        self._excepthook(kind, error, traceback)
+
+    def drain(self) -> None:
+        """Wait until all have read what was said: the store may end with the process of the first rank."""
+        number = next(self._topics)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{number}/{self._rank}", "")
+            if self._rank == 0:
+                self._store.wait([f"{number}/{rank}" for rank in self._ranks], _DRAIN)
+
+
+def _speaks_of_a_peer(text: str) -> bool:
+    return any(word in text for word in ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe"))
+
+
+def _packed(value: Any) -> bytes:
+    encoder = Encoder("ranks")
+    tree = json.dumps(encoder.encode(value)).encode()
+    tensors = {name: tensor.contiguous() for name, tensor in encoder.tensors.items()}
+    return struct.pack("<Q", len(tree)) + tree + safetensors.torch.save(tensors)
+
+
+def _unpacked(data: bytes) -> Any:
+    (size,) = struct.unpack("<Q", data[:8])
+    return decode(json.loads(data[8 : 8 + size]), safetensors.torch.load(data[8 + size :]))

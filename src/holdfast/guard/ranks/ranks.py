@@ -1,0 +1,294 @@
+# ruff: noqa: ARG002 - the methods are those of `one.OneRank`
+"""Several ranks that train one model: each step is the same on all of them, and so is what follows from it.
+
+Undisturbed, one small gather beside backward is all that is added. A rank that fails says why, and all end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import distributed
+
+from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError, RankError
+from holdfast.core.policy.policy import Policy
+from holdfast.guard.ranks.messages import Messages
+from holdfast.guard.ranks.one import OneRank
+from holdfast.guard.ranks.replicated import Replicated
+from holdfast.guard.ranks.row import EPOCH_END, PendingRow, Rows, Said
+from holdfast.guard.result import Provenance
+from holdfast.guard.saving.saves import Saving
+from holdfast.guard.stop import StopRequest
+from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.numerics.loss import Terms
+
+_T = TypeVar("_T")
+_REFUSED = {"drop_nonfinite_samples": False, "fuse": False, "allow_split_with": ()}
+
+
+class Ranks(OneRank):
+    """The ranks of a process group, seen from one of them."""
+
+    def __init__(self, model: Replicated) -> None:
+        self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
+        self._model = model
+        self._messages = Messages(self.rank, self.world_size)
+        self._rows_begun = 0
+        self._pending: PendingRow | None = None
+        self._rows: Rows | None = None  # of the last step
+        self._reference: float | None = None  # items of a rank that a loss is measured by; the same on all
+        self._is_alone = False
+        self._stop: StopRequest | None = None  # of this process
+        self._saving: Saving | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether an error has ended the work with the other ranks."""
+        return self._messages.has_left
+
+    def policy(self, policy: Policy) -> Policy:
+        """Return the policy as far as it can be kept; raise H108 for what was asked for and cannot."""
+        if isinstance(policy.micro_batch_size, int):
+            raise _not_yet(f"micro_batch_size={policy.micro_batch_size}")
+        for name, value in _REFUSED.items():
+            if getattr(policy, name) != value:
+                raise _not_yet(f"{name}={getattr(policy, name)!r}")
+        return replace(
+            policy, micro_batch_size=None, forecast_micro_batch_size=None, snapshot_interval_steps=None
+        )  # what a rank would do by itself is not done
+
+    def serve(self, stop: StopRequest, saving: Saving) -> None:
+        """Take note of what this rank speaks for in each step."""
+        self._stop, self._saving = stop, saving
+
+    # --- a step ---------------------------------------------------------------------------------------------
+
+    def weighed(self, terms: Terms) -> torch.Tensor:
+        """Return the loss to run backward from: all ranks' gradients then add up by their items."""
+        loss, items = terms.total(), terms.items[0]
+        if self._is_alone:
+            return loss
+        if len(terms.means) > 1:
+            raise BatchError(
+                f"loss_fn returned {len(terms.means)} terms",
+                limit="with several ranks a loss is one mean over its items",
+                fix="return one Loss, or the bare sum of the means.",
+                rule="H203",
+            )
+        self._pending = self._begin_row(loss.detach(), items)
+        weight = items / self._reference_for(items)
+        return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
+
+    def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
+        self._check_here()
+        self._rows_begun += 1
+        stop, saving = self._stop, self._saving
+        if stop is not None and stop.reason is not None:
+            said["stop"] = 2.0 if stop.by_signal else 1.0
+        if saving is not None and self.rank == 0:
+            said |= {"save": saving.is_due_after_a_step, "refused": saving.has_refusal}
+        group, device = self._model.group, self._model.device
+        return PendingRow(Said(number=self._rows_begun, **said), loss, items, device, group)
+
+    def _reference_for(self, items: Any) -> float:
+        """Return what the items of each rank are measured by: those of the last step, or now equal ones.
+
+        Equal items need no weight, so their bits are those of a bare loop. A rank with other items than last time
+        waits for what the others have; where none has others, nobody has to look.
+        """
+        assert self._pending is not None
+        known = self._reference
+        if known is None or (isinstance(items, (int, float)) and items != known):
+            rows = self._pending.rows()
+            if known is None or len({row[2] for row in rows.each}) == 1:
+                self._reference = known = rows.items / self.world_size
+        return known
+
+    def gathered(self, parameters: Sequence[torch.Tensor]) -> Rows | None:
+        """Correct the gradients by the items of all ranks and return what they said."""
+        assert self._pending is not None
+        assert self._reference is not None
+        self._rows = rows = self._pending.rows()
+        self._pending = None
+        factor = self.world_size * self._reference / rows.items
+        if factor != 1.0:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+        self._reference = rows.items / self.world_size
+        return rows
+
+    def check_undivided(self) -> None:
+        """Raise H108: parts of a batch would be reduced one by one."""
+        raise _not_yet("a step over several batches")
+
+    def check_retry(self, found: str) -> None:
+        """Raise H401: the others wait for the gradients of this rank."""
+        raise OutOfMemoryError(
+            f"rank {self.rank} ran out of memory ({found})",
+            limit="with several ranks this version makes no second attempt; the weights are those of the last step",
+            fix="use a smaller batch or model, and start all ranks again.",
+            rule="H401",
+        )
+
+    def origin(self, find: Callable[[], Provenance]) -> Provenance:
+        """Find out on which rank NaN or Inf came up, and there where it came from."""
+        assert self._rows is not None
+        suspects, own = self._rows.suspects(), Provenance(problem="it came up on another rank")
+        self._model.rebuild()
+        if self.rank in suspects:
+            with self._alone():
+                own = find()
+        text = str(own.origin) if own.origin is not None else own.problem
+        found = self._messages.exchange("origin", [own.origin is not None, text])
+        rank = next((rank for rank in suspects if found[rank][0]), suspects[0])
+        if rank == self.rank:
+            return replace(own, rank=rank)
+        return Provenance(problem=found[rank][1], rank=rank)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._is_alone = True
+        try:
+            with self._model.alone():
+                yield
+        finally:
+            self._is_alone = False
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def stop_reason(self, stop: StopRequest) -> str | None:
+        """Return why all end at this boundary, or None: what is asked for now is heard in the next step."""
+        rank, how = (0, 0.0) if self._rows is None else self._rows.stop
+        if not how:
+            return None
+        return stop.reason or f"rank {rank} was asked to stop"
+
+    def is_signalled(self, stop: StopRequest) -> bool:
+        """Return whether all end at this boundary because of a signal."""
+        return self._rows is not None and self._rows.stop[1] > 1.0
+
+    def interruptible(self, stop: StopRequest) -> contextlib.AbstractContextManager[None]:
+        """Return a context that nothing interrupts: all end together."""
+        return contextlib.nullcontext()
+
+    def end_epoch(self) -> None:
+        """Raise H116 on all ranks if the loader of one has ended and that of another has not."""
+        self._begin_row(0.0, 0.0, kind=EPOCH_END).rows()
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def is_save_due(self, saving: Saving) -> bool:
+        """Return whether all save at this boundary, as the first rank said in the last step."""
+        is_due = self._rows is not None and self._rows.save
+        if is_due and self._rows is not None:
+            self._rows = Rows([[*row[:5], 0.0, *row[6:]] for row in self._rows.each])  # once
+        return is_due
+
+    def refusal(self, saving: Saving) -> str | None:
+        """Return why a save was refused, once and to all, or None."""
+        if self._rows is None or not self._rows.refused:
+            return None
+        self._rows = Rows([[*row[:6], 0.0, *row[7:]] for row in self._rows.each])
+        return str(self._messages.exchange("refusal", saving.take_refusal())[0])
+
+    def states(self, own: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Return what a checkpoint holds of each rank, besides what is the same on all."""
+        if self.has_left:
+            return None
+        return {"reference": self._reference, "each": self._messages.exchange("states", own())}
+
+    def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a checkpoint holds of this rank: its random state and, where that differs, its position."""
+        saved = training.get("ranks") or {"reference": None, "each": []}
+        self._reference, each = saved["reference"], saved["each"]
+        if len(each) == self.world_size:
+            own: Mapping[str, Any] = each[self.rank]
+            return own
+        before = capture()
+        restore(RandomState.from_tree(training["random_state"]))
+        seed = int(torch.randint(2**31, ())) + self.rank  # for other ranks than before: streams of their own
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        drawn = capture().to_tree()
+        restore(before)
+        return {"random_state": drawn, "position": training["position"]}
+
+    def chosen(
+        self, choose: Callable[[], _T | None], name: Callable[[_T], str], find: Callable[[str], _T]
+    ) -> _T | None:
+        """Return what the first rank chooses; the others find it by its name."""
+        choice = choose() if self.rank == 0 else None
+        named = self._messages.exchange("chosen", None if choice is None else name(choice))[0]
+        return choice if choice is not None or named is None else find(named)
+
+    # --- opening and leaving --------------------------------------------------------------------------------
+
+    def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Raise H115 on all ranks if a fact differs between them."""
+        all_facts = self._messages.exchange(topic, facts())
+        for name, value in all_facts[0].items():
+            other = next((rank for rank, each in enumerate(all_facts) if each.get(name) != value), None)
+            if other is not None:
+                raise PolicyError(
+                    f"{name} of rank {other} is {all_facts[other].get(name)!r:.200} and of rank 0 {value!r:.200}",
+                    limit="all ranks train one model in one run directory, which they share",
+                    fix="give all ranks the same; put the run directory where every rank reads and writes it.",
+                    rule="H115",
+                )
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Let an error on one rank end all of them."""
+        try:
+            yield
+        except BaseException as error:
+            behind = self.leave(error)
+            if behind is not None:
+                raise behind from error
+            raise
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Let the first rank pass the context before the others enter it."""
+        if self.rank == 0:
+            yield
+        self._messages.exchange("turn", None)
+        if self.rank != 0:
+            yield
+
+    def leave(self, error: BaseException) -> BaseException | None:
+        """Tell the others of an error that leaves the guard; return that of another rank, if that is behind it."""
+        if self.has_left:
+            return None
+        behind = None if isinstance(error, RankError) else self._messages.lost(error)
+        self._messages.publish(behind or error)
+        return behind
+
+    def close(self) -> None:
+        """Wait until nobody needs this rank any more."""
+        if not self.has_left:
+            self._messages.drain()
+
+    def _check_here(self) -> None:
+        if self.has_left:
+            raise RankError(
+                "this rank has left the others after an error",
+                limit="they have ended, and cannot go on with it",
+                fix="end this process as well, and start all ranks again.",
+                rule="H114",
+            )
+
+
+def _not_yet(what: str) -> PolicyError:
+    return PolicyError(
+        f"{what} with several ranks",
+        limit="this version does not let ranks agree about that",
+        fix="leave it out, or run one process per run directory.",
+        rule="H108",
+    )

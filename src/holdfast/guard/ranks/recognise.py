@@ -1,0 +1,45 @@
+"""Which ranks train together, and in which wrapper; what cannot be guarded is refused before anything is done."""
+
+from __future__ import annotations
+
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.core.errors import PolicyError
+from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.one import OneRank
+
+
+def ranks_of(parts: Parts) -> OneRank:
+    """Return the ranks that train these parts; raise H108 for what several cannot train under a guard."""
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return OneRank()
+    wrappers = [wrapper for wrapper in parts.wrappers.values() if isinstance(wrapper, DistributedDataParallel)]
+    for name, model in parts.models.items():
+        if name not in parts.wrappers and any(p.requires_grad for p in model.parameters()):
+            raise _refused(f"model {name!r} is a {type(model).__name__} of its own on each rank")
+        if any(isinstance(part, (DistributedDataParallel, nn.DataParallel)) for part in model.modules()):
+            raise _refused(f"model {name!r} is wrapped twice, or in part")
+    if len(wrappers) != 1 or len(parts.optimizers) != 1:
+        raise _refused(f"{len(wrappers)} wrapped models with {len(parts.optimizers)} optimizers")
+    (wrapper,) = wrappers
+    if wrapper.process_group.size() != distributed.get_world_size():
+        raise _refused(f"the model is trained by {wrapper.process_group.size()} of the ranks")
+    if wrapper.static_graph:
+        raise _refused("DistributedDataParallel(static_graph=True)")
+    # Not at the top: a torch without distributed has not all that it needs.
+    from holdfast.guard.ranks.ranks import Ranks
+    from holdfast.guard.ranks.replicated import Replicated
+
+    return Ranks(Replicated(wrapper))
+
+
+def _refused(what: str) -> PolicyError:
+    return PolicyError(
+        f"world_size={distributed.get_world_size()}, and {what}",
+        limit="this version guards several ranks where one DistributedDataParallel model has one optimizer; others "
+        "would diverge when a rank retries, skips or stops by itself",
+        fix="wrap the model in DistributedDataParallel and give the wrapper to Guard, or run one process per run "
+        "directory.",
+        rule="H108",
+    )

@@ -1,0 +1,37 @@
+"""A model in DistributedDataParallel: each rank holds all of it, and gradients are averaged in backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Replicated:
+    """One wrapped model."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+        self.group: Any = wrapper.process_group
+        self.device: torch.device = next(wrapper.parameters()).device
+
+    def rebuild(self) -> None:
+        """Let the reducer rebuild its buckets now, if that is due: all ranks do so at the same place.
+
+        It is due at the first forward after the first step; left to that, a rank that runs alone would wait for ever.
+        """
+        self._wrapper.reducer._rebuild_buckets()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let forward and backward talk to no other rank."""
+        wrapper = self._wrapper
+        before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = before

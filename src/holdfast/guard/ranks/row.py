@@ -1,0 +1,103 @@
+"""What each rank says in each step: one row of numbers, gathered beside the backward pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from holdfast.core.errors import RankError
+
+STEP, EPOCH_END = 0.0, 1.0
+_WIDTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """The row of one rank, before its loss and items."""
+
+    kind: float = STEP  # or the end of an epoch
+    number: int  # of the row
+    stop: float = 0.0  # 1: it was asked to stop; 2: by a signal
+    save: bool = False  # a save is due after this step; what the first rank says counts
+    refused: bool = False  # a save was refused; as above
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of all ranks."""
+
+    each: list[list[float]]
+
+    @property
+    def items(self) -> float:
+        """Return the items of all ranks."""
+        return sum(row[2] for row in self.each)
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss over the items of all ranks."""
+        return sum(row[2] * row[3] for row in self.each) / self.items
+
+    @property
+    def stop(self) -> tuple[int, float]:
+        """Return which rank asks to stop most strongly, and how."""
+        rank = max(range(len(self.each)), key=lambda rank: self.each[rank][4])
+        return rank, self.each[rank][4]
+
+    @property
+    def save(self) -> bool:
+        """Return whether a save is due."""
+        return bool(self.each[0][5])
+
+    @property
+    def refused(self) -> bool:
+        """Return whether a save was refused."""
+        return bool(self.each[0][6])
+
+    def suspects(self) -> list[int]:
+        """Return the ranks that NaN or Inf may come from: those whose own loss is not finite, or else all."""
+        bad = [rank for rank, row in enumerate(self.each) if not math.isfinite(row[3])]
+        return bad or list(range(len(self.each)))
+
+    def check(self) -> None:
+        """Raise H116 unless all ranks are at the same place."""
+        if all(row[:2] == self.each[0][:2] for row in self.each):
+            return
+        ended = [rank for rank, row in enumerate(self.each) if row[0] == EPOCH_END]
+        others = [rank for rank, row in enumerate(self.each) if row[0] != EPOCH_END]
+        what = f"the ranks are at steps {', '.join(f'{row[1]:.0f}' for row in self.each)}"
+        if ended and others:
+            what = f"the loader of rank {ended[0]} has ended its epoch, and rank {others[0]} makes another step"
+        raise RankError(
+            what,
+            limit="all ranks make the same steps, since each of them waits for all gradients",
+            fix="let the loaders of all ranks yield equally many batches, as holdfast.DataLoader does by itself, and "
+            "call guard.step on all ranks or on none.",
+            rule="H116",
+        )
+
+
+class PendingRow:
+    """A row that is on its way to all ranks, and those that come from them."""
+
+    def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
+        numbers = [said.kind, float(said.number), 0.0, 0.0, said.stop, float(said.save), float(said.refused), 0.0]
+        self._row = torch.tensor(numbers, dtype=torch.float64, device=device)
+        self._row[2] = items
+        self._row[3] = loss
+        self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)
+        self._work = distributed.all_gather_into_tensor(self._all, self._row, group=group, async_op=True)
+        self._rows: Rows | None = None
+
+    def rows(self) -> Rows:
+        """Wait for the rows of all ranks. Cost: one host sync."""
+        if self._rows is None:
+            assert self._work is not None
+            self._work.wait()
+            self._rows = Rows(self._all.view(-1, _WIDTH).tolist())
+            self._rows.check()
+        return self._rows
