@@ -186,6 +186,56 @@ def test_a_stop_on_one_rank_stops_all_at_the_same_step(tmp_path, how, where):
     assert [saved for _, saved in found] == [2, 0]
 
 
+def counted(rank, run):
+    model, optimizer = model_and_optimizer()
+    group, batches, found = model.process_group, batches_of(rank), []
+    for batch in batches[:4]:
+        before = group._get_sequence_number_for_group()
+        optimizer.zero_grad()
+        loss_of(model)(batch).backward()
+        optimizer.step()
+        found.append(group._get_sequence_number_for_group() - before)
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches)
+    for batch in guard.batches(max_steps=4):
+        before = group._get_sequence_number_for_group()
+        guard.step(batch, loss_of(model))
+        found.append(group._get_sequence_number_for_group() - before)
+    return found
+
+
+def test_an_undisturbed_step_adds_one_collective(tmp_path):
+    """Counted on the model's own group, beside the reductions of a bare step."""
+    for found in all_returned(run_ranks(counted, 2, tmp_path)):
+        assert found[7] == found[3] + 1
+
+
+def going_back(rank, run):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(
+        run,
+        model=model,
+        optimizer=optimizer,
+        loader=batches_of(rank),
+        save_interval_steps=1,
+        async_save=False,
+        nonfinite_patience=2,
+        provenance=False,
+    )
+    for number, batch in enumerate(guard.batches(max_epochs=1)):
+        if rank and number in (3, 4, 5):
+            batch[0] = float("nan")
+        guard.step(batch, loss_of(model))
+    return weights(model), guard.statistics().rollbacks, guard.global_step
+
+
+def test_all_ranks_roll_back_to_the_same_checkpoint(tmp_path):
+    """Patience with NaN of one rank ends on all of them, and the others read what the first one has written."""
+    found = all_returned(run_ranks(going_back, 2, tmp_path))
+    for of_rank, rollbacks, step in found:
+        assert torch.equal(of_rank, found[0][0])
+        assert (rollbacks, step) == (1, found[0][2])
+
+
 def part_of_a_run(rank, run, until):
     model, optimizer = model_and_optimizer()
     data = list(torch.randn(72, 6, generator=torch.Generator().manual_seed(1)).unbind())
