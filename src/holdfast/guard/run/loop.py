@@ -33,6 +33,7 @@ class Loop:
         self._record = session.record
         self._ranks = session.ranks
         self._stop = stop
+        self._interruptible = session.ranks.interruptible(stop)
         self._recovery = recovery
         self._state = session.state
         self._postponed = False  # a save that is due waits
@@ -99,7 +100,7 @@ class Loop:
         before = self._progress()
         while True:
             try:
-                with self._ranks.interruptible(self._stop):
+                with self._interruptible:
                     batch = cursor.fetch(iterator)
             except StopIteration:
                 break
