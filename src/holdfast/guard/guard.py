@@ -114,7 +114,7 @@ class Guard:
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
         self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
-        self._stop = StopRequest()
+        self._asked = StopRequest()  # of this process
         with ranks.in_turn():
             self._directory = RunDirectory(run_dir, ranks.rank)
         self._record = RunRecord(self._directory.recorder, clock)
@@ -122,9 +122,9 @@ class Guard:
         self._session = Session(self._engine, self._directory, clock, self._cursor)
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
-        ranks.serve(self._stop, self._session.saving)
-        self._boundaries = Loop(self._session, self._stop, self._recovery)
-        weakref.finalize(self, self._stop.uninstall)
+        self._stop, saves = ranks.agreed(self._asked, self._session.saving)
+        self._boundaries = Loop(self._session, self._stop, saves, self._recovery)
+        weakref.finalize(self, self._asked.uninstall)
         weakref.finalize(self, self._engine.diagnosis.close)  # at exit: later, torch would abort the process
         with ranks.in_turn():
             self._open()
@@ -169,7 +169,7 @@ class Guard:
 
     def request_stop(self, reason: str = "requested") -> None:
         """Ask the run to end at the next boundary, with a checkpoint."""
-        self._stop.request(reason)
+        self._asked.request(reason)
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Guard:
                 self._position_is_clear = True
                 self._record.emit(run_events.PositionNotKept())
             self._boundaries.boundary_outside()
-            if self._ranks.is_signalled(self._stop):
+            if self._stop.by_signal:
                 self._end_process()
 
     # --- the step -------------------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ class Guard:
 
     def _open(self) -> None:
         self._session.open()
-        self._stop.install()
+        self._asked.install()
         self._engine.diagnosis.open()
 
     def _release(self, how: End | None = None) -> None:
         self._boundaries.count_batch()
-        self._stop.uninstall()
+        self._asked.uninstall()
         try:
             self._engine.diagnosis.close()
         finally:
@@ -293,7 +293,7 @@ class Guard:
 
     def _end_process(self) -> NoReturn:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
-        self._record.emit(run_events.StopRequested(reason=str(self._ranks.stop_reason(self._stop))))
+        self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
         self._boundaries.count_batch()
         self._session.save_the_rest(self._open)
         self._session.save()  # a first checkpoint in any case
@@ -351,7 +351,7 @@ class Guard:
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
-            with self._record.errors(), self._ranks.interruptible(self._stop), evaluating(models, devices):
+            with self._record.errors(), self._stop, evaluating(models, devices):
                 yield
         except Interrupted:
             self._end_process()

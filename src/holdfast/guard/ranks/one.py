@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,11 +23,28 @@ _T = TypeVar("_T")
 _NOTHING = contextlib.nullcontext()
 
 
+class Saves(Protocol):
+    """When the loop saves."""
+
+    def is_due(self) -> bool:
+        """Return whether all save at this boundary."""
+        ...
+
+    def take_refusal(self) -> str | None:
+        """Return why a save was refused since this was last asked, or None."""
+        ...
+
+
 class OneRank:
     """A process that trains alone."""
 
     rank = 0
     world_size = 1
+    # Chosen once and not asked in each step: what one process does by itself is called as if there were no ranks.
+    weighed: Callable[[Terms], torch.Tensor] = staticmethod(Terms.total)
+    """Returns the loss to run backward from: all ranks' gradients then add up by their items."""
+    gathered: Callable[[Sequence[torch.Tensor]], Rows] | None = None
+    """Corrects the gradients by the items of all ranks and returns what they said."""
 
     @property
     def has_left(self) -> bool:
@@ -38,18 +55,11 @@ class OneRank:
         """Return the policy as far as it can be kept; raise H108 for what was asked for and cannot."""
         return policy
 
-    def serve(self, stop: StopRequest, saving: Saving) -> None:
-        """Take note of what this rank speaks for in each step."""
+    def agreed(self, stop: StopRequest, saving: Saving) -> tuple[StopRequest, Saves]:
+        """Return what all ranks follow, given what this one is asked for and what it would save."""
+        return stop, saving
 
     # --- a step ---------------------------------------------------------------------------------------------
-
-    def weighed(self, terms: Terms) -> torch.Tensor:
-        """Return the loss to run backward from: all ranks' gradients then add up by their items."""
-        return terms.total()
-
-    def gathered(self, parameters: Sequence[torch.Tensor]) -> Rows | None:
-        """Correct the gradients by the items of all ranks and return what they said; None if there is one."""
-        return None
 
     def check_undivided(self) -> None:
         """Raise H108 if a batch may not be run in parts."""
@@ -63,30 +73,10 @@ class OneRank:
 
     # --- the loop -------------------------------------------------------------------------------------------
 
-    def stop_reason(self, stop: StopRequest) -> str | None:
-        """Return why all end at this boundary, or None."""
-        return stop.reason
-
-    def is_signalled(self, stop: StopRequest) -> bool:
-        """Return whether all end at this boundary because of a signal."""
-        return stop.by_signal
-
-    def interruptible(self, stop: StopRequest) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a wait that a signal may interrupt."""
-        return stop
-
     def end_epoch(self) -> None:
         """Raise H116 on all ranks if the loader of one has ended and that of another has not."""
 
     # --- saving ---------------------------------------------------------------------------------------------
-
-    def is_save_due(self, saving: Saving) -> bool:
-        """Return whether all save at this boundary."""
-        return saving.is_due
-
-    def refusal(self, saving: Saving) -> str | None:
-        """Return why a save was refused, once and to all, or None."""
-        return saving.take_refusal()
 
     def states(self, own: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return what a checkpoint holds of each rank, besides what is the same on all; None if there is one."""

@@ -1,4 +1,3 @@
-# ruff: noqa: ARG002 - the methods are those of `one.OneRank`
 """Several ranks that train one model: each step is the same on all of them, and so is what follows from it.
 
 Undisturbed, one small gather beside backward is all that is added. A rank that fails says why, and all end.
@@ -7,6 +6,7 @@ Undisturbed, one small gather beside backward is all that is added. A rank that 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,14 +19,14 @@ from torch import distributed
 from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError, RankError
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.ranks.messages import Messages
-from holdfast.guard.ranks.one import OneRank
+from holdfast.guard.ranks.one import OneRank, Saves
 from holdfast.guard.ranks.replicated import Replicated
 from holdfast.guard.ranks.row import EPOCH_END, PendingRow, Rows, Said
 from holdfast.guard.result import Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 from holdfast.loader.random_state import RandomState, capture, restore
-from holdfast.numerics.loss import Terms
+from holdfast.numerics.loss import Terms, check_count
 
 _T = TypeVar("_T")
 _REFUSED = {"drop_nonfinite_samples": False, "fuse": False, "allow_split_with": ()}
@@ -43,9 +43,10 @@ class Ranks(OneRank):
         self._pending: PendingRow | None = None
         self._rows: Rows | None = None  # of the last step
         self._reference: float | None = None  # items of a rank that a loss is measured by; the same on all
+        self._counted = False  # the items of this step must be whole
         self._is_alone = False
-        self._stop: StopRequest | None = None  # of this process
-        self._saving: Saving | None = None
+        self._stop: _Stop | None = None
+        self._saves: _Saves | None = None
 
     @property
     def has_left(self) -> bool:
@@ -63,9 +64,10 @@ class Ranks(OneRank):
             policy, micro_batch_size=None, forecast_micro_batch_size=None, snapshot_interval_steps=None
         )  # what a rank would do by itself is not done
 
-    def serve(self, stop: StopRequest, saving: Saving) -> None:
-        """Take note of what this rank speaks for in each step."""
-        self._stop, self._saving = stop, saving
+    def agreed(self, stop: StopRequest, saving: Saving) -> tuple[StopRequest, Saves]:
+        """Return what all ranks follow: what was said in the last step."""
+        self._stop, self._saves = _Stop(stop), _Saves(saving, self._messages)
+        return self._stop, self._saves
 
     # --- a step ---------------------------------------------------------------------------------------------
 
@@ -81,18 +83,16 @@ class Ranks(OneRank):
                 fix="return one Loss, or the bare sum of the means.",
                 rule="H203",
             )
-        self._pending = self._begin_row(loss.detach(), items)
+        self._pending, self._counted = self._begin_row(loss.detach(), items), terms.counted
         weight = items / self._reference_for(items)
         return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
         self._check_here()
         self._rows_begun += 1
-        stop, saving = self._stop, self._saving
-        if stop is not None and stop.reason is not None:
-            said["stop"] = 2.0 if stop.by_signal else 1.0
-        if saving is not None and self.rank == 0:
-            said |= {"save": saving.is_due_after_a_step, "refused": saving.has_refusal}
+        assert self._stop is not None
+        assert self._saves is not None
+        said |= {"stop": self._stop.said(), **(self._saves.said() if self.rank == 0 else {})}
         group, device = self._model.group, self._model.device
         return PendingRow(Said(number=self._rows_begun, **said), loss, items, device, group)
 
@@ -110,16 +110,26 @@ class Ranks(OneRank):
                 self._reference = known = rows.items / self.world_size
         return known
 
-    def gathered(self, parameters: Sequence[torch.Tensor]) -> Rows | None:
+    def gathered(self, parameters: Sequence[torch.Tensor]) -> Rows:
         """Correct the gradients by the items of all ranks and return what they said."""
         assert self._pending is not None
         assert self._reference is not None
-        self._rows = rows = self._pending.rows()
+        self._rows = rows = self._hear(self._pending)
         self._pending = None
+        for row in rows.each:
+            check_count(row[2] or math.nan, counted=self._counted)
         factor = self.world_size * self._reference / rows.items
         if factor != 1.0:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
         self._reference = rows.items / self.world_size
+        return rows
+
+    def _hear(self, pending: PendingRow) -> Rows:
+        rows = pending.rows()
+        assert self._stop is not None
+        assert self._saves is not None
+        self._stop.hear(rows)
+        self._saves.hear(rows)
         return rows
 
     def check_undivided(self) -> None:
@@ -161,40 +171,11 @@ class Ranks(OneRank):
 
     # --- the loop -------------------------------------------------------------------------------------------
 
-    def stop_reason(self, stop: StopRequest) -> str | None:
-        """Return why all end at this boundary, or None: what is asked for now is heard in the next step."""
-        rank, how = (0, 0.0) if self._rows is None else self._rows.stop
-        if not how:
-            return None
-        return stop.reason or f"rank {rank} was asked to stop"
-
-    def is_signalled(self, stop: StopRequest) -> bool:
-        """Return whether all end at this boundary because of a signal."""
-        return self._rows is not None and self._rows.stop[1] > 1.0
-
-    def interruptible(self, stop: StopRequest) -> contextlib.AbstractContextManager[None]:
-        """Return a context that nothing interrupts: all end together."""
-        return contextlib.nullcontext()
-
     def end_epoch(self) -> None:
         """Raise H116 on all ranks if the loader of one has ended and that of another has not."""
-        self._begin_row(0.0, 0.0, kind=EPOCH_END).rows()
+        self._hear(self._begin_row(0.0, 0.0, kind=EPOCH_END))
 
     # --- saving ---------------------------------------------------------------------------------------------
-
-    def is_save_due(self, saving: Saving) -> bool:
-        """Return whether all save at this boundary, as the first rank said in the last step."""
-        is_due = self._rows is not None and self._rows.save
-        if is_due and self._rows is not None:
-            self._rows = Rows([[*row[:5], 0.0, *row[6:]] for row in self._rows.each])  # once
-        return is_due
-
-    def refusal(self, saving: Saving) -> str | None:
-        """Return why a save was refused, once and to all, or None."""
-        if self._rows is None or not self._rows.refused:
-            return None
-        self._rows = Rows([[*row[:6], 0.0, *row[7:]] for row in self._rows.each])
-        return str(self._messages.exchange("refusal", saving.take_refusal())[0])
 
     def states(self, own: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return what a checkpoint holds of each rank, besides what is the same on all."""
@@ -283,6 +264,59 @@ class Ranks(OneRank):
                 fix="end this process as well, and start all ranks again.",
                 rule="H114",
             )
+
+
+class _Stop(StopRequest):
+    """The request that all ranks follow: any rank is asked, and all hear of it in the next step."""
+
+    def __init__(self, own: StopRequest) -> None:
+        super().__init__()
+        self._own = own
+
+    def said(self) -> float:
+        """Return what this rank says of its own request."""
+        return 0.0 if self._own.reason is None else 2.0 if self._own.by_signal else 1.0
+
+    def hear(self, rows: Rows) -> None:
+        """Take in what all have said."""
+        rank, how = rows.stop
+        if how:
+            self.reason, self.by_signal = self._own.reason or f"rank {rank} was asked to stop", how > 1.0
+
+    def begin_anew(self) -> None:
+        """Forget a request by call that has ended a loop, here and where it was made."""
+        self._own.honoured = self.honoured
+        self._own.begin_anew()
+        super().begin_anew()
+
+    def __enter__(self) -> None:
+        """Do not let a signal interrupt anything: all end together."""
+
+
+class _Saves:
+    """The saves that all make: what the first rank has said, and each of it once."""
+
+    def __init__(self, own: Saving, messages: Messages) -> None:
+        self._own, self._messages = own, messages
+        self._due = self._refused = False
+
+    def said(self) -> dict[str, bool]:
+        """Return what the first rank says of its own saves."""
+        return {"save": self._own.is_due(after_steps=1), "refused": self._own.has_refusal}
+
+    def hear(self, rows: Rows) -> None:
+        """Take in what the first rank has said."""
+        self._due, self._refused = rows.save, rows.refused
+
+    def is_due(self) -> bool:
+        """Return whether all save at this boundary."""
+        due, self._due = self._due, False
+        return due
+
+    def take_refusal(self) -> str | None:
+        """Return why a save was refused, once and to all, or None."""
+        refused, self._refused = self._refused, False
+        return str(self._messages.exchange("refusal", self._own.take_refusal())[0]) if refused else None
 
 
 def _not_yet(what: str) -> PolicyError:

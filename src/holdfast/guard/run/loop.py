@@ -13,6 +13,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
+from holdfast.guard.ranks.one import Saves
 from holdfast.guard.record import End
 from holdfast.guard.run.schedules import advance, needs_metric
 from holdfast.guard.run.session import Session
@@ -28,12 +29,12 @@ _STEPS_WITHOUT_METRIC = 1000
 class Loop:
     """Drives one run over its loader, and knows where its boundaries are."""
 
-    def __init__(self, session: Session, stop: StopRequest, recovery: Recovery) -> None:
+    def __init__(self, session: Session, stop: StopRequest, saves: Saves, recovery: Recovery) -> None:
         self._session = session
         self._record = session.record
         self._ranks = session.ranks
         self._stop = stop
-        self._interruptible = session.ranks.interruptible(stop)
+        self._saves = saves
         self._recovery = recovery
         self._state = session.state
         self._postponed = False  # a save that is due waits
@@ -50,7 +51,7 @@ class Loop:
         def finished() -> bool:
             enough = max_epochs is not None and cursor.epoch >= max_epochs
             enough = enough or (max_steps is not None and self._record.global_step >= max_steps)
-            return enough or self._ranks.stop_reason(self._stop) is not None
+            return enough or self._stop.reason is not None
 
         self._stop.begin_anew()
         self._state.in_loop = True
@@ -60,14 +61,13 @@ class Loop:
             self._session.save_first()
             while not finished():
                 yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
-            stopped = self._ranks.stop_reason(self._stop)
-            if stopped is not None:
+            if self._stop.reason is not None:
                 self._stop.honoured = True
-                self._record.emit(run_events.StopRequested(reason=stopped))
+                self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
             else:
                 self._report_waiting_schedulers(cursor.epoch)
             self._session.save()
-            how = "finished" if stopped is None else "stopped"
+            how = "finished" if self._stop.reason is None else "stopped"
         except GeneratorExit:
             how = "left"
             raise
@@ -100,7 +100,7 @@ class Loop:
         before = self._progress()
         while True:
             try:
-                with self._interruptible:
+                with self._stop:
                     batch = cursor.fetch(iterator)
             except StopIteration:
                 break
@@ -138,17 +138,16 @@ class Loop:
             self._record.emit(run_events.SchedulersWait(schedulers=tuple(waiting), fix="call guard.validated(loss)"))
 
     def _save_if_due(self) -> None:
-        saving = self._session.saving
-        saving.at_boundary()
-        refused = self._ranks.refusal(saving)  # of a save that was begun some steps ago
+        self._session.saving.at_boundary()
+        refused = self._saves.take_refusal()  # of a save that was begun some steps ago
         if refused is None:
             self._session.keep_snapshot()
-            if not self._ranks.is_save_due(saving):
+            if not self._saves.is_due():
                 return
             if self._session.is_calm:
                 self._postponed = False
                 self._session.save_when_due()
-                refused = self._ranks.refusal(saving)
+                refused = self._saves.take_refusal()
             elif not self._postponed:
                 self._record.emit(
                     run_events.SavePostponed(why="loss or gradient norm stand out; until that is settled")

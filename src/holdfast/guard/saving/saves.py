@@ -109,18 +109,9 @@ class Saving:
 
     # --- facts ----------------------------------------------------------------------------------------------
 
-    @property
-    def is_due(self) -> bool:
-        """Return whether an interval was passed since the last attempt to save."""
-        return self._is_due_at(self._record.global_step)
-
-    @property
-    def is_due_after_a_step(self) -> bool:
-        """Return whether a save will be due once the step that is being made is committed."""
-        return self._is_due_at(self._record.global_step + 1)
-
-    def _is_due_at(self, step: int) -> bool:
-        every, tried = self._every, self._tried_at_step
+    def is_due(self, after_steps: int = 0) -> bool:
+        """Return whether an interval was passed since the last attempt to save, now or after some more steps."""
+        every, step, tried = self._every, self._record.global_step + after_steps, self._tried_at_step
         if every is None or tried is None:
             return every is not None
         if step > tried and self.chooser.is_overdue(self._clock.monotonic_seconds(), early=every == "auto"):

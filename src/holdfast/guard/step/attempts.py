@@ -137,8 +137,8 @@ class Attempts:
             with seeing or _NOTHING, self._measuring(work, plan):
                 passed = self.run(work, plan, verify=True)
         self._verified.update(plan.recompute)
-        rows = self._ranks.gathered(work.parameters)
-        if rows is not None:
+        if self._ranks.gathered is not None:
+            rows = self._ranks.gathered(work.parameters)
             passed = passed._replace(loss=passed.loss.new_tensor(rows.loss), items=rows.items)
         self.loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
