@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import struct
 import sys
@@ -23,10 +24,11 @@ from torch.distributed import DistStoreError, distributed_c10d
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.core.errors import HoldfastError, RankError
 
-_TURN = timedelta(seconds=0.5)  # between two looks at whether somebody has failed
+_SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks; a wait in the store writes a warning when it ends
 _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
 _TROUBLE = "trouble"
-_DAY, _DRAIN, _HEARD = timedelta(days=1), timedelta(seconds=10), timedelta(seconds=1)
+_DAY = timedelta(days=1)
+_DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
 _guards = itertools.count()  # the same on all ranks, which make the same guards
 
 
@@ -41,10 +43,26 @@ class Messages:
         self._topics = itertools.count()
         self._heard: RankError | None = None
         self.has_left = False
-        self._excepthook = sys.excepthook
-        sys.excepthook = self._uncaught
+        self._excepthook: Any = None  # what was there before ours
         watched = PrefixStore(name, store.clone())  # a wait holds up whoever shares its connection
         threading.Thread(target=self._watch, args=(watched,), name="holdfast-ranks", daemon=True).start()
+
+    def open(self) -> None:
+        """From now on, tell the others of an error that ends this process."""
+        if self._excepthook is None:
+            self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
+
+    def close(self, *, in_order: bool) -> None:
+        """Tell them no more; in order, when all have read what was said: the store may end with the first rank."""
+        if self._excepthook is not None and sys.excepthook == self._uncaught:
+            sys.excepthook = self._excepthook
+        self._excepthook = None
+        if in_order and not self.has_left:
+            number = next(self._topics)
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{number}/{self._rank}", "")
+                if self._rank == 0:
+                    self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
 
     def exchange(self, topic: str, value: Any) -> list[Any]:
         """Return the values of all ranks; all of them call this at the same place."""
@@ -68,17 +86,23 @@ class Messages:
         return found
 
     def _wait_for(self, key: str) -> bytes:
-        while True:
-            try:
-                self._store.wait([key], _TURN)
-            except DistStoreError as error:
-                trouble = self.trouble()
-                if trouble is not None:
-                    raise trouble from error
-            except RuntimeError as error:
-                raise self._gone("the store of the ranks is gone, and so the rank that hosts it") from error
-            else:
+        try:
+            if self._is_there([key]):
                 return bytes(self._store.get(key))
+        except RuntimeError as error:
+            raise self._gone("the store of the ranks is gone, and so the rank that hosts it") from error
+        assert self._heard is not None
+        raise self._heard
+
+    def _is_there(self, keys: list[str], seconds: float = math.inf) -> bool:
+        """Wait for keys of the store; return whether they came before the end of the time, or of another rank."""
+        until, pause = time.monotonic() + seconds, _SHORTEST
+        while not self._store.check(keys):
+            if self._heard is not None or time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST)
+        return True
 
     # --- trouble --------------------------------------------------------------------------------------------
 
@@ -89,20 +113,7 @@ class Messages:
             text = json.dumps([self._rank, f"{type(error).__name__}: {error}"])
             self._store.compare_set(_TROUBLE, "", text)
             # The store may end with this process: not before the others have read it.
-            self._store.wait([f"heard/{rank}" for rank in self._ranks], _HEARD)
-
-    def trouble(self, *, wait_seconds: float = 0.0) -> RankError | None:
-        """Return the error of another rank, if one has told of it."""
-        if self._heard is not None:
-            return self._heard
-        until = time.monotonic() + wait_seconds
-        with contextlib.suppress(RuntimeError):
-            while self._heard is None and not self._store.check([_TROUBLE]):
-                if time.monotonic() >= until:
-                    return None
-                time.sleep(0.02)
-            self._heard = self._heard or self._read(self._store)
-        return self._heard
+            self._is_there([f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS)
 
     def _read(self, store: Any) -> RankError | None:
         rank, text = json.loads(store.get(_TROUBLE))
@@ -120,7 +131,10 @@ class Messages:
         is_connection = not isinstance(error, HoldfastError) and isinstance(error, RuntimeError)
         if not is_connection or not _speaks_of_a_peer(str(error)):
             return None
-        return self.trouble(wait_seconds=2.0) or self._gone("another rank is gone, and has not said why")
+        with contextlib.suppress(RuntimeError):
+            if self._is_there([_TROUBLE], _TEXT_SECONDS):
+                return self._heard or self._read(self._store)
+        return self._heard or self._gone("another rank is gone, and has not said why")
 
     def _gone(self, what: str) -> RankError:
         return RankError(
@@ -133,7 +147,10 @@ class Messages:
     def _watch(self, store: Any) -> None:
         """End this process if another rank has failed, and nothing else wakes it from a wait for that rank."""
         try:
-            store.wait([_TROUBLE], _DAY)
+            while True:
+                with contextlib.suppress(DistStoreError):  # a run takes longer than a wait may
+                    store.wait([_TROUBLE], _DAY)
+                    break
             self._heard = error = self._read(store)
             store.set(f"heard/{self._rank}", "")
         except RuntimeError:  # the store is gone: the run is over
@@ -151,15 +168,7 @@ class Messages:
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
         if not self.has_left:
             self.publish(error)
-        self._excepthook(kind, error, traceback)
-
-    def drain(self) -> None:
-        """Wait until all have read what was said: the store may end with the process of the first rank."""
-        number = next(self._topics)
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{number}/{self._rank}", "")
-            if self._rank == 0:
-                self._store.wait([f"{number}/{rank}" for rank in self._ranks], _DRAIN)
+        (self._excepthook or sys.__excepthook__)(kind, error, traceback)
 
 
 def _speaks_of_a_peer(text: str) -> bool:

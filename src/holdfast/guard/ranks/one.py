@@ -64,8 +64,8 @@ class OneRank:
     def check_undivided(self) -> None:
         """Raise H108 if a batch may not be run in parts."""
 
-    def check_retry(self, found: str) -> None:
-        """Raise H401 if an attempt that ran out of memory may not be made again."""
+    def check_retry(self, failure: Exception, found: str | None) -> None:
+        """Raise what ends the step if an attempt may not be made again: H401 where memory ran out."""
 
     def origin(self, find: Callable[[], Provenance]) -> Provenance:
         """Find out where NaN or Inf of a step that all have taken back came from."""
@@ -109,5 +109,8 @@ class OneRank:
         """Tell the others of an error that leaves the guard; return that of another rank, if that is behind it."""
         return None
 
-    def close(self) -> None:
-        """Wait until nobody needs this rank any more."""
+    def open(self) -> None:
+        """From now on, tell the others of an error that ends this process."""
+
+    def close(self, *, in_order: bool) -> None:
+        """Tell them no more; in order, wait until nobody needs this rank."""

@@ -136,8 +136,10 @@ class Ranks(OneRank):
         """Raise H108: parts of a batch would be reduced one by one."""
         raise _not_yet("a step over several batches")
 
-    def check_retry(self, found: str) -> None:
-        """Raise H401: the others wait for the gradients of this rank."""
+    def check_retry(self, failure: Exception, found: str | None) -> None:
+        """Raise H401, or what else has failed: the others wait for the gradients of this rank."""
+        if found is None:
+            raise failure
         raise OutOfMemoryError(
             f"rank {self.rank} ran out of memory ({found})",
             limit="with several ranks this version makes no second attempt; the weights are those of the last step",
@@ -251,10 +253,13 @@ class Ranks(OneRank):
         self._messages.publish(behind or error)
         return behind
 
-    def close(self) -> None:
-        """Wait until nobody needs this rank any more."""
-        if not self.has_left:
-            self._messages.drain()
+    def open(self) -> None:
+        """From now on, tell the others of an error that ends this process."""
+        self._messages.open()
+
+    def close(self, *, in_order: bool) -> None:
+        """Tell them no more; in order, wait until nobody needs this rank."""
+        self._messages.close(in_order=in_order)
 
     def _check_here(self) -> None:
         if self.has_left:

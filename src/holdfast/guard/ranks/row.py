@@ -13,6 +13,8 @@ from holdfast.core.errors import RankError
 
 STEP, EPOCH_END = 0.0, 1.0
 _WIDTH = 8
+# The newer name where there is one: torch warns of the other.
+_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ class PendingRow:
         self._row[2] = items
         self._row[3] = loss
         self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)
-        self._work = distributed.all_gather_into_tensor(self._all, self._row, group=group, async_op=True)
+        self._work = _gather(self._all, self._row, group=group, async_op=True)
         self._rows: Rows | None = None
 
     def rows(self) -> Rows:

@@ -111,6 +111,7 @@ class Session:
             self._directory.release()
             raise
         self.state.open()
+        self.ranks.open()
 
     def check_not_in_step(self) -> None:
         """Raise H209 if a loss function makes a step itself."""
@@ -134,11 +135,10 @@ class Session:
             if self.is_open:
                 self._newest_id = None
                 with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
-                    self._newest_id = self._store.next_save_id() - 1
+                    self._newest_id = self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
                 self.saving.report_loss(left=how == "left")
             self.record.close(how)
-            if how != "failed" and sys.exception() is None:
-                self.ranks.close()
+            self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
             self.state.close()
             self._directory.release()

@@ -31,7 +31,7 @@ from holdfast.guard.fuse import Fusing
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks.one import OneRank
-from holdfast.guard.record import RunRecord, described
+from holdfast.guard.record import RunRecord
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Ruling
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import largest_of
@@ -243,7 +243,7 @@ class StepEngine:
             # Out of the handler: only now can the frames of the failed attempt be dropped.
             clear_exception_frames(failure)
             self.attempts.take_back(work)
-            self.ranks.check_retry(found or described(failure))
+            self.ranks.check_retry(failure, found)
             self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
                 raise self._safety.batch_was_changed(work.loss_fn)
