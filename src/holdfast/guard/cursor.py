@@ -160,6 +160,10 @@ class Cursor:
         """Return the dataset indices of the samples in the batch that is out, or None if they are not known."""
         return self._loader.batch_indices if isinstance(self._loader, DataLoader) else None
 
+    def repeats(self) -> bool:
+        """Return whether the batch that is out is trained on by another rank too, and counts there."""
+        return self._fetching and isinstance(self._loader, DataLoader) and self._loader.repeats
+
     def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
         """Let a holdfast loader record what happens in it, and keep what it quarantines with the run."""
         if isinstance(self._loader, DataLoader):

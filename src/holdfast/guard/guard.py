@@ -122,7 +122,7 @@ class Guard:
         self._session = Session(self._engine, self._directory, clock, self._cursor)
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
-        self._stop, saves = ranks.agreed(self._asked, self._session.saving)
+        self._stop, saves = ranks.agreed(self._asked, self._session.saving, self._cursor)
         self._boundaries = Loop(self._session, self._stop, saves, self._recovery)
         weakref.finalize(self, self._asked.uninstall)
         weakref.finalize(self, self._engine.diagnosis.close)  # at exit: later, torch would abort the process

@@ -197,6 +197,8 @@ class DataLoader(TorchDataLoader[Any]):
         """Samples that are quarantined, with the evidence."""
         self._epoch = 0
         self._at = Place(position=0)
+        self.repeats = False
+        """Whether the batch that was handed out last is one of another rank too: of fewer samples than ranks."""
         self.device = device
         self._under_way = False
         self._host_epochs = HostEpochs(self)
@@ -274,6 +276,7 @@ class DataLoader(TorchDataLoader[Any]):
                     # Another iterator of this loader, such as a look at a batch, may have moved on meanwhile.
                     if self._epoch != epoch or not self._under_way:
                         self._epoch, self._under_way = epoch, True
+                    self.repeats = self._plan is not None and self._plan.repeats(epoch, self._at.position)
                     self._at = places.popleft()
                 yield batch
         self._move_to(epoch + 1)

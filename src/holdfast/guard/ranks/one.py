@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from holdfast.core.policy.policy import Policy
+from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.row import Rows
 from holdfast.guard.result import Provenance
 from holdfast.guard.saving.saves import Saving
@@ -55,7 +56,7 @@ class OneRank:
         """Return the policy as far as it can be kept; raise H108 for what was asked for and cannot."""
         return policy
 
-    def agreed(self, stop: StopRequest, saving: Saving) -> tuple[StopRequest, Saves]:
+    def agreed(self, stop: StopRequest, saving: Saving, cursor: Cursor | None) -> tuple[StopRequest, Saves]:
         """Return what all ranks follow, given what this one is asked for and what it would save."""
         return stop, saving
 

@@ -18,6 +18,7 @@ from torch import distributed
 
 from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError, RankError
 from holdfast.core.policy.policy import Policy
+from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.one import OneRank, Saves
 from holdfast.guard.ranks.replicated import Replicated
@@ -47,6 +48,7 @@ class Ranks(OneRank):
         self._is_alone = False
         self._stop: _Stop | None = None
         self._saves: _Saves | None = None
+        self._cursor: Cursor | None = None
 
     @property
     def has_left(self) -> bool:
@@ -64,8 +66,9 @@ class Ranks(OneRank):
             policy, micro_batch_size=None, forecast_micro_batch_size=None, snapshot_interval_steps=None
         )  # what a rank would do by itself is not done
 
-    def agreed(self, stop: StopRequest, saving: Saving) -> tuple[StopRequest, Saves]:
+    def agreed(self, stop: StopRequest, saving: Saving, cursor: Cursor | None) -> tuple[StopRequest, Saves]:
         """Return what all ranks follow: what was said in the last step."""
+        self._cursor = cursor
         self._stop, self._saves = _Stop(stop), _Saves(saving, self._messages)
         return self._stop, self._saves
 
@@ -83,7 +86,10 @@ class Ranks(OneRank):
                 fix="return one Loss, or the bare sum of the means.",
                 rule="H203",
             )
-        self._pending, self._counted = self._begin_row(loss.detach(), items), terms.counted
+        repeats = self._cursor is not None and self._cursor.repeats()
+        if repeats:
+            items = 0.0
+        self._pending, self._counted = self._begin_row(loss.detach(), items, repeats=repeats), terms.counted
         weight = items / self._reference_for(items)
         return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
@@ -117,7 +123,7 @@ class Ranks(OneRank):
         self._rows = rows = self._hear(self._pending)
         self._pending = None
         for row in rows.each:
-            check_count(row[2] or math.nan, counted=self._counted)
+            check_count(row[2] if row[7] else row[2] or math.nan, counted=self._counted)
         factor = self.world_size * self._reference / rows.items
         if factor != 1.0:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)

@@ -17,7 +17,9 @@ def ranks_of(parts: Parts) -> OneRank:
     wrappers = [wrapper for wrapper in parts.wrappers.values() if isinstance(wrapper, DistributedDataParallel)]
     for name, model in parts.models.items():
         if name not in parts.wrappers and any(p.requires_grad for p in model.parameters()):
-            raise _refused(f"model {name!r} is a {type(model).__name__} of its own on each rank")
+            raise _refused(f"model {name!r} is a {type(model).__name__} and no DistributedDataParallel")
+        if any(hasattr(p, "placements") for p in model.parameters()):
+            raise _refused(f"parts of model {name!r} are on other ranks")
         if any(isinstance(part, (DistributedDataParallel, nn.DataParallel)) for part in model.modules()):
             raise _refused(f"model {name!r} is wrapped twice, or in part")
     if len(wrappers) != 1 or len(parts.optimizers) != 1:
@@ -25,8 +27,10 @@ def ranks_of(parts: Parts) -> OneRank:
     (wrapper,) = wrappers
     if wrapper.process_group.size() != distributed.get_world_size():
         raise _refused(f"the model is trained by {wrapper.process_group.size()} of the ranks")
-    if wrapper.static_graph:
-        raise _refused("DistributedDataParallel(static_graph=True)")
+    if wrapper.static_graph or wrapper.mixed_precision is not None:
+        raise _refused("DistributedDataParallel is given static_graph or mixed_precision")
+    if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
+        raise _refused("a PowerSGD hook would keep NaN of a step that is taken back")
     # Not at the top: a torch without distributed has not all that it needs.
     from holdfast.guard.ranks.ranks import Ranks
     from holdfast.guard.ranks.replicated import Replicated

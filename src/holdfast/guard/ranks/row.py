@@ -26,6 +26,7 @@ class Said:
     stop: float = 0.0  # 1: it was asked to stop; 2: by a signal
     save: bool = False  # a save is due after this step; what the first rank says counts
     refused: bool = False  # a save was refused; as above
+    repeats: bool = False  # what it trains on counts on another rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ class PendingRow:
     """A row that is on its way to all ranks, and those that come from them."""
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
-        numbers = [said.kind, float(said.number), 0.0, 0.0, said.stop, float(said.save), float(said.refused), 0.0]
-        self._row = torch.tensor(numbers, dtype=torch.float64, device=device)
+        flags = said.stop, said.save, said.refused, said.repeats
+        self._row = torch.tensor([said.kind, said.number, 0.0, 0.0, *flags], dtype=torch.float64, device=device)
         self._row[2] = items
         self._row[3] = loss
         self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)

@@ -95,6 +95,8 @@ class Loop:
 
     def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
         """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""
+        place = {"epoch": cursor.epoch, "batch": cursor.batches}
+        self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
         iterator = cursor.begin(self._session.random_state)
         self._session.random_state = None
         before = self._progress()

@@ -88,6 +88,10 @@ class Plan:
             start = min(start + size * self.world_size, most)
             yield Entry(number, epoch, indices, spares, known, first, self.batch_size is None), start
 
+    def repeats(self, epoch: int, start: int) -> bool:
+        """Return whether this rank's part of a step is one of another rank too: fewer samples are left than ranks."""
+        return 0 < self.order.count(epoch) - start <= self.rank
+
     def _at(self, epoch: int, start: int, stop: int) -> list[Any]:
         found: list[Any] = self.order.indices(self.seed, epoch, start, stop)
         return [index for batch in found for index in batch] if self.of_batches else found
