@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from tests.ranks.harness import Ended, all_returned, run_ranks
-from torch import nn
+from tests.ranks.twins import TWINS
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from holdfast.guard.splitting.window import Window
+from holdfast.testing import limit_memory
 
 STEPS = 8
 
@@ -81,7 +87,8 @@ def test_undisturbed_ranks_equal_a_bare_loop_bit_for_bit(tmp_path, world_size, n
 RAGGED = {2: [(5, 8, 3, 1), (2, 1, 7, 6)], 3: [(5, 8, 3, 1), (2, 1, 7, 6), (4, 4, 1, 9)]}
 
 
-def ragged(rank, run, world_size):
+def ragged(rank, run, world_size, twin=None):
+    TWINS[twin](rank)
     model, optimizer = model_and_optimizer()
     model.eval()
     loader = batches_of(rank, sizes=RAGGED[world_size][rank])
@@ -90,21 +97,48 @@ def ragged(rank, run, world_size):
     return weights(model), items
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ragged_batches_weigh_by_their_items(tmp_path, world_size):
-    """The weights are those of one process which trains on the batches of all ranks together."""
+def check_as_alone(found, batches):
+    """Check that the ranks have trained on these batches as one process does."""
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    for of_ranks in zip(*(batches_of(rank, sizes=s) for rank, s in enumerate(RAGGED[world_size])), strict=True):
+    for batch in batches:
         optimizer.zero_grad()
-        loss_of(alone)(torch.cat(of_ranks)).backward()
+        loss_of(alone)(batch).backward()
         optimizer.step()
-    found = all_returned(run_ranks(ragged, world_size, tmp_path, world_size))
     for of_rank, items in found:
         assert torch.equal(of_rank, found[0][0])
         assert (of_rank - weights(alone)).norm() / weights(alone).norm() < 1e-6
-        assert items == [sum(sizes) for sizes in zip(*RAGGED[world_size], strict=True)]
+        assert items == [len(batch) for batch in batches]
+
+
+def of_all(world_size):
+    of_ranks = (batches_of(rank, sizes=sizes) for rank, sizes in enumerate(RAGGED[world_size]))
+    return [torch.cat(batches) for batches in zip(*of_ranks, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ragged_batches_weigh_by_their_items(tmp_path, world_size):
+    """The weights are those of one process which trains on the batches of all ranks together."""
+    check_as_alone(all_returned(run_ranks(ragged, world_size, tmp_path, world_size)), of_all(world_size))
+
+
+FEW = torch.randn(17, 6, generator=torch.Generator().manual_seed(5))
+
+
+def few_left(rank, run, twin=None):
+    TWINS[twin](rank)
+    model, optimizer = model_and_optimizer()
+    model.eval()
+    loader = holdfast.DataLoader(FEW, batch_size=5)
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader)
+    items = [guard.step(batch, loss_of(model)).items for batch in guard.batches(max_epochs=1)]
+    return weights(model), items
+
+
+def test_a_sample_that_two_ranks_are_given_counts_once(tmp_path):
+    """Two samples are left for three ranks, none of which may be without a batch."""
+    check_as_alone(all_returned(run_ranks(few_left, 3, tmp_path)), [FEW[:15], FEW[15:]])
 
 
 def disturbed(rank, run, what, where):
@@ -168,7 +202,104 @@ def test_what_one_rank_fails_with_ends_all_with_its_text(tmp_path, what, where):
         assert f"rank {where}" in ends[1 - where].output, ends
 
 
-def stopped(rank, run, how, where):
+def leaving_out(rank, run):
+    torch.manual_seed(0)
+    parts = nn.ModuleDict({"always": nn.Linear(6, 6), "at_times": nn.Linear(6, 6)})
+
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = parts
+
+        def forward(self, batch, *, whole):
+            batch = self.parts["always"](batch)
+            return self.parts["at_times"](batch) if whole else batch
+
+    model = DistributedDataParallel(Chosen(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    skipped = []
+    for batch in guard.batches(max_epochs=1):
+        if rank and len(skipped) == 2:
+            batch[0] = float("nan")
+        whole = len(skipped) % 3 == 2
+        skipped.append(guard.step(batch, lambda b, w=whole: model(b, whole=w).square().mean()).skipped)
+    return weights(model), skipped
+
+
+def test_a_rank_that_looks_for_nan_leaves_nothing_in_its_reducer(tmp_path):
+    """With find_unused_parameters, marks of the passes that it makes alone would spoil the next step."""
+    for of_rank, skipped in all_returned(found := run_ranks(leaving_out, 2, tmp_path)):
+        assert torch.equal(of_rank, found[0].returned[0])
+        assert skipped == [False, False, True] + [False] * (STEPS - 3)
+
+
+def spiking(rank, run, twin=None):
+    TWINS[twin](rank)
+    model, optimizer = model_and_optimizer()
+    loader = batches_of(rank, sizes=(8,) * 202)
+    optimizer.param_groups[0]["lr"] = 1e-4
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, spike_action="skip")
+    skipped = []
+    for number, batch in enumerate(guard.batches(max_epochs=1)):
+        factor = 1e4 if rank and number == 180 else 1.0  # in the loss of this rank, and in the gradient of all
+        skipped.append(guard.step(batch, lambda b, factor=factor: loss_of(model)(b) * factor).skipped)
+    return weights(model), skipped
+
+
+def check_all_skip(found):
+    for of_rank, skipped in found:
+        assert torch.equal(of_rank, found[0][0])
+        assert skipped == [number == 180 for number in range(202)]
+
+
+def test_a_spike_on_one_rank_is_judged_alike_by_all(tmp_path):
+    """They judge the loss of all ranks, so that none of them commits alone."""
+    check_all_skip(all_returned(run_ranks(spiking, 2, tmp_path)))
+
+
+def short_of_memory(rank, run, phase, where):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(512, 3072), nn.Tanh(), nn.Linear(3072, 512)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    loader = [torch.randn(1024, 512, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader)
+
+    def limit(now):
+        if rank == where and now == phase and guard.global_step == 1:
+            limit_memory(-(1 << 28) if now == "optimizer" else 1 << 20)
+
+    def loss_fn(batch):
+        limit("forward")
+        loss = model(batch).square().mean()
+        limit("backward")
+        return loss
+
+    optimizer.register_step_pre_hook(lambda *_: limit("optimizer"))
+    if rank == where:
+        limit_memory(1 << 32)  # from now on, what is freed is no headroom
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_fn)
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    ("phase", "where", "rule"),
+    [("forward", 0, "H401"), ("backward", 1, "H401"), ("optimizer", 0, "H402"), ("optimizer", 1, "H402")],
+)
+def test_memory_that_one_rank_lacks_ends_all_in_time_and_they_can_go_on(tmp_path, phase, where, rule):
+    """The kernel refuses the memory; both end with the rule and the rank. Started again, they are equal."""
+    ends = run_ranks(short_of_memory, 2, tmp_path, phase, where, limit_seconds=20.0)
+    assert rule in (ends[where].raised or ""), ends
+    assert f"rank {where} has failed" in ends[1 - where].output, ends
+    assert rule in ends[1 - where].output, ends
+    assert max(end.seconds for end in ends) - min(end.seconds for end in ends) < 5.0
+    first, second = all_returned(run_ranks(short_of_memory, 2, tmp_path, None, where))
+    assert torch.equal(first, second)
+
+
+def stopped(rank, run, how, where, twin=None):
+    TWINS[twin](rank)
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
     for batch in guard.batches(max_epochs=1):
@@ -181,9 +312,11 @@ def stopped(rank, run, how, where):
 @pytest.mark.parametrize(("how", "where"), [("signal", 1), ("call", 0)])
 def test_a_stop_on_one_rank_stops_all_at_the_same_step(tmp_path, how, where):
     """One rank writes the checkpoint."""
-    found = all_returned(run_ranks(stopped, 2, tmp_path, how, where))
-    assert [step for step, _ in found] == [4, 4]
-    assert [saved for _, saved in found] == [2, 0]
+    check_stopped(all_returned(run_ranks(stopped, 2, tmp_path, how, where)))
+
+
+def check_stopped(found):
+    assert found == [(4, 2), (4, 0)]
 
 
 def counted(rank, run):
@@ -209,14 +342,15 @@ def test_an_undisturbed_step_adds_one_collective(tmp_path):
         assert found[7] == found[3] + 1
 
 
-def going_back(rank, run):
+def going_back(rank, run, twin=None):
+    TWINS[twin](rank)
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(
         run,
         model=model,
         optimizer=optimizer,
         loader=batches_of(rank),
-        save_interval_steps=1,
+        save_interval_steps=2,
         async_save=False,
         nonfinite_patience=2,
         provenance=False,
@@ -230,7 +364,10 @@ def going_back(rank, run):
 
 def test_all_ranks_roll_back_to_the_same_checkpoint(tmp_path):
     """Patience with NaN of one rank ends on all of them, and the others read what the first one has written."""
-    found = all_returned(run_ranks(going_back, 2, tmp_path))
+    check_back(all_returned(run_ranks(going_back, 2, tmp_path)))
+
+
+def check_back(found):
     for of_rank, rollbacks, step in found:
         assert torch.equal(of_rank, found[0][0])
         assert (rollbacks, step) == (1, found[0][2])
@@ -274,19 +411,21 @@ def differing(rank, run, what):
     model, optimizer = model_and_optimizer()
     if what == "run directory" and rank:
         run = Path(run, "other")
-    if what == "lr" and rank:
+    if what == "optimizer.0.lr" and rank:
         optimizer.param_groups[0]["lr"] = 0.5
     policy = {"max_grad_norm": float(rank + 1)} if what == "policy" else {}
     length = STEPS - rank if what == "loader" else STEPS
     loader = batches_of(rank)[:length]
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, **policy)
-    for batch in guard.batches(max_epochs=1):
+    for batch in guard.batches(max_epochs=2):
         guard.step(batch, loss_of(model))
+        if what == "optimizer.0.weight_decay" and rank:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
 
 
-@pytest.mark.parametrize("what", ["run directory", "lr", "policy"])
+@pytest.mark.parametrize("what", ["run directory", "optimizer.0.lr", "policy", "optimizer.0.weight_decay"])
 def test_ranks_that_differ_are_refused_on_all_of_them(tmp_path, what):
-    """The error names what differs."""
+    """The error names what differs, at the opening or at the beginning of an epoch."""
     for end in run_ranks(differing, 2, tmp_path, what):
         assert "H115" in end.output, end
         assert what in (end.raised or ""), end
@@ -317,3 +456,100 @@ def test_a_rank_that_catches_its_error_and_stays_holds_nobody(tmp_path):
     assert first.exit_code == 1
     assert first.seconds < 8.0
     assert "rank 1 has failed with ZeroDivisionError" in first.output
+
+
+@pytest.mark.parametrize(
+    ("function", "check", "given", "twin"),
+    [
+        (ragged, lambda found: check_as_alone(found, of_all(2)), (2,), "hears the items of the first rank only"),
+        (few_left, lambda found: check_as_alone(found, [FEW[:15], FEW[15:]]), (), "counts what repeats"),
+        (spiking, check_all_skip, (), "judges by itself"),
+        (stopped, check_stopped, ("call", 0), "does not say that it was asked to stop"),
+        (going_back, check_back, (), "does not go back"),
+    ],
+)
+def test_a_broken_twin_is_caught(tmp_path, function, check, given, twin):
+    """What the tests above look at would show a rank that leaves out its part of the agreement."""
+    world_size = 3 if function is few_left else 2
+    ends = run_ranks(function, world_size, tmp_path, *given, twin, limit_seconds=20.0)
+    with pytest.raises(AssertionError):
+        check(all_returned(ends))
+
+
+def hooks(rank, run):
+    model, optimizer = model_and_optimizer()
+    before = sys.excepthook
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    for batch in guard.batches(max_epochs=1):
+        during = sys.excepthook
+        guard.step(batch, loss_of(model))
+    return during is before, sys.excepthook is before
+
+
+def test_the_hook_for_uncaught_errors_is_given_back(tmp_path):
+    """It is the guard's while the guard is open, and what it was before afterwards."""
+    assert all_returned(run_ranks(hooks, 2, tmp_path)) == [(False, True)] * 2
+
+
+def refusals(rank, run):
+    def guarded(model, optimizer=None, loss_fn=None, batches=(), **policy):
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = holdfast.Guard(f"{run}/{len(found)}", model=model, optimizer=optimizer, **policy)
+        guard.step(batches or torch.ones(2, 6), loss_fn or (lambda b: model(b).square().mean()))
+
+    def linear(**settings):
+        return DistributedDataParallel(nn.Linear(6, 1), **settings)
+
+    def two_terms(model):
+        return lambda b: [holdfast.Loss(model(b).square().mean(), items=2)] * 2
+
+    def sharded():
+        model = nn.Linear(6, 1)
+        fully_shard(model)
+        return model
+
+    def hooked():
+        model = linear()
+        model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+        return model
+
+    def optimizers(model):
+        return {name: torch.optim.SGD(model.parameters(), lr=0.1) for name in "ab"}
+
+    plain = linear()
+    cases = {
+        "a Linear and no DistributedDataParallel": lambda: guarded(nn.Linear(6, 1)),
+        "and no DistributedDataParallel": lambda: guarded(sharded()),
+        "wrapped twice": lambda: guarded(linear_in_linear()),
+        "2 optimizers": lambda: guarded(plain, optimizers(plain)),
+        "by 1 of the ranks": lambda: guarded(linear(process_group=alone)),
+        "static_graph": lambda: guarded(linear(static_graph=True)),
+        "PowerSGD": lambda: guarded(hooked()),
+        "micro_batch_size=1": lambda: guarded(linear(), micro_batch_size=1),
+        "drop_nonfinite_samples=True": lambda: guarded(linear(), drop_nonfinite_samples=True),
+        "fuse=True": lambda: guarded(linear(), fuse=True),
+        "over several batches": lambda: guarded(plain, batches=Window([torch.ones(2, 6)] * 2)),
+        "2 terms": lambda: guarded(plain, loss_fn=two_terms(plain)),
+    }
+
+    def linear_in_linear():
+        model = nn.Sequential(linear())
+        return DistributedDataParallel(model)
+
+    alone = distributed.new_subgroups(1)[0]
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+        except holdfast.HoldfastError as error:
+            found[name] = str(error)
+    return list(cases), found
+
+
+def test_what_ranks_cannot_do_together_is_refused_on_all(tmp_path):
+    """Each with its rule, before anything is done that the others would wait for."""
+    for names, found in all_returned(run_ranks(refusals, 2, tmp_path, limit_seconds=60.0)):
+        assert list(found) == names
+        for name, text in found.items():
+            assert name in text
+            assert ("H203" if name == "2 terms" else "H108") in text

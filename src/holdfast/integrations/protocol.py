@@ -65,7 +65,7 @@ def check_one_process(count: int, what: str) -> None:
     if count > 1:
         raise PolicyError(
             f"{what}={count}",
-            limit="in a framework this version guards one process on one device; ranks that retry, skip or stop alone would diverge",
+            limit="a framework is guarded in one process on one device; ranks that skip or stop alone would diverge",
             fix="start one process on one device, for instance with CUDA_VISIBLE_DEVICES=0 and without torchrun; or "
             "leave holdfast out of the script and start the job under `holdfast run`, which watches any number.",
             rule="H108",

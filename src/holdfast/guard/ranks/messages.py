@@ -54,10 +54,12 @@ class Messages:
 
     def close(self, *, in_order: bool) -> None:
         """Tell them no more; in order, when all have read what was said: the store may end with the first rank."""
+        if not in_order and not self.has_left:
+            return  # such as an error in the body of a loop, which the hook is yet to see
         if self._excepthook is not None and sys.excepthook == self._uncaught:
             sys.excepthook = self._excepthook
         self._excepthook = None
-        if in_order and not self.has_left:
+        if not self.has_left:
             number = next(self._topics)
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{number}/{self._rank}", "")

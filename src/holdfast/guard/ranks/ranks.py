@@ -22,7 +22,7 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.one import OneRank, Saves
 from holdfast.guard.ranks.replicated import Replicated
-from holdfast.guard.ranks.row import EPOCH_END, PendingRow, Rows, Said
+from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Rows, Said
 from holdfast.guard.result import Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
@@ -98,7 +98,7 @@ class Ranks(OneRank):
         self._rows_begun += 1
         assert self._stop is not None
         assert self._saves is not None
-        said |= {"stop": self._stop.said(), **(self._saves.said() if self.rank == 0 else {})}
+        said |= {"stop": self._stop.said(), **(self._saves.said(said.get("kind", STEP)) if self.rank == 0 else {})}
         group, device = self._model.group, self._model.device
         return PendingRow(Said(number=self._rows_begun, **said), loss, items, device, group)
 
@@ -309,20 +309,22 @@ class _Saves:
 
     def __init__(self, own: Saving, messages: Messages) -> None:
         self._own, self._messages = own, messages
-        self._due = self._refused = False
+        self._due_from: int | None = None  # this step
+        self._refused = False
 
-    def said(self) -> dict[str, bool]:
-        """Return what the first rank says of its own saves."""
-        return {"save": self._own.is_due(after_steps=1), "refused": self._own.has_refusal}
+    def said(self, kind: float) -> dict[str, bool]:
+        """Return what the first rank says of its own saves, at the end of a step or an epoch."""
+        return {"save": self._own.is_due(after_steps=int(kind == STEP)), "refused": self._own.has_refusal}
 
     def hear(self, rows: Rows) -> None:
         """Take in what the first rank has said."""
-        self._due, self._refused = rows.save, rows.refused
+        self._refused = rows.refused
+        self._due_from = self._own.global_step + (rows.each[0][0] == STEP) if rows.save else None
 
     def is_due(self) -> bool:
-        """Return whether all save at this boundary."""
-        due, self._due = self._due, False
-        return due
+        """Return whether all save at this boundary: not if the step that was to be saved was skipped."""
+        due, self._due_from = self._due_from, None
+        return due is not None and self._own.global_step >= due
 
     def take_refusal(self) -> str | None:
         """Return why a save was refused, once and to all, or None."""

@@ -35,3 +35,5 @@ class Replicated:
             yield
         finally:
             wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = before
+            if wrapper.find_unused_parameters:  # else what was used now counts as used in the next step
+                wrapper.reducer._reset_state()

@@ -129,6 +129,11 @@ class Saving:
         return self._every is not None and self._tried_at_step is not None and self._run_state.may_be_saved
 
     @property
+    def global_step(self) -> int:
+        """Return the optimizer steps in the weights."""
+        return self._record.global_step
+
+    @property
     def has_refusal(self) -> bool:
         """Return whether a save was refused since that was last asked."""
         return self._refused is not None

@@ -257,6 +257,7 @@ class Attempts:
 
     def _over_window(self, work: Work, window: Window, plan: Plan) -> Passed:
         """Run all batches of a window, each whole or cut as the plan says."""
+        self._ranks.check_undivided()
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:
             size = None if work.size is None else self.safety.size_of(batch, work.split)

@@ -93,7 +93,6 @@ class Passes:
         Returns:
             As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
         """
-        self._ranks.check_undivided()
         if isinstance(loss_fn, TwoPass):
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
             return Passed(terms.total().detach(), terms.read()[1][0])
@@ -111,7 +110,6 @@ class Passes:
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run several batches whose losses add up as they are; parts of one batch by their share in its mean."""
-        self._ranks.check_undivided()
         losses, samples = [], 0
         for parts in batches:
             weights = shares(self._safety.weighting(loss_fn), parts) if len(parts) > 1 else (1.0,)
