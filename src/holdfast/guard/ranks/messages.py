@@ -38,7 +38,8 @@ class Messages:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._ranks = rank, range(world_size)
         store: Any = distributed_c10d._get_default_store()
-        name = f"holdfast/{next(_guards)}"
+        # torchrun keeps its store when it starts all again, and what they said before would be heard.
+        name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_guards)}"
         self._store: Any = PrefixStore(name, store.clone())
         self._topics = itertools.count()
         self._heard: RankError | None = None
