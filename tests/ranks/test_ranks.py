@@ -234,6 +234,33 @@ def test_a_rank_that_looks_for_nan_leaves_nothing_in_its_reducer(tmp_path):
         assert skipped == [False, False, True] + [False] * (STEPS - 3)
 
 
+def with_own_collective(rank, run):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+
+    def loss_fn(batch):
+        loss = loss_of(model)(batch)
+        total = loss.detach().clone()
+        distributed.all_reduce(total)
+        return loss
+
+    reasons = []
+    for batch in guard.batches(max_epochs=1):
+        if rank and len(reasons) == 2:
+            batch[0] = float("nan")
+        reasons.append(guard.step(batch, loss_fn).reason)
+    return weights(model), reasons
+
+
+def test_a_loss_over_all_ranks_is_not_replayed_by_one(tmp_path):
+    """It would wait for the others for ever; the rank is named all the same."""
+    for of_rank, reasons in all_returned(found := run_ranks(with_own_collective, 2, tmp_path)):
+        assert torch.equal(of_rank, found[0].returned[0])
+        assert [number for number, reason in enumerate(reasons) if reason] == [2]
+        assert "rank 1: the replay failed" in reasons[2]
+        assert "needs the other ranks" in reasons[2]
+
+
 def spiking(rank, run, twin=None):
     TWINS[twin](rank)
     model, optimizer = model_and_optimizer()

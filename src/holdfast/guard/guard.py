@@ -288,7 +288,7 @@ class Guard:
             self.close()
         else:
             self._record.left_by(kind if error is None else error)
-            self._ranks.leave(kind() if error is None else error)
+            self._ranks.leave(RuntimeError(kind.__name__) if error is None else error)
             self._release("failed")
 
     def _end_process(self) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Replicated:
@@ -32,8 +33,18 @@ class Replicated:
         before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
         try:
-            yield
+            with _NoCollectives():  # type: ignore[no-untyped-call]
+                yield
         finally:
             wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = before
             if wrapper.find_unused_parameters:  # else what was used now counts as used in the next step
                 wrapper.reducer._reset_state()
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises for what other ranks would have to take part in, such as that of a loss over all of them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise RuntimeError(f"{func} needs the other ranks, and this one makes the step again by itself")
+        return func(*args, **(kwargs or {}))
