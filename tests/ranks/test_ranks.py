@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from tests.docs.pages import DOCS, blocks
 from tests.ranks.harness import Ended, all_returned, run_ranks
 from tests.ranks.twins import TWINS
 from torch import distributed, nn
@@ -310,6 +312,7 @@ def short_of_memory(rank, run, phase, where):
     return weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "where", "rule"),
     [("forward", 0, "H401"), ("backward", 1, "H401"), ("optimizer", 0, "H402"), ("optimizer", 1, "H402")],
@@ -414,6 +417,7 @@ def part_of_a_run(rank, run, until):
     return seen, state_of(model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_resume_on_as_many_ranks_is_bit_exact(tmp_path):
     """Each rank goes on with the random state and the samples that it had."""
     whole = all_returned(run_ranks(part_of_a_run, 2, tmp_path / "whole", None))
@@ -424,6 +428,7 @@ def test_a_resume_on_as_many_ranks_is_bit_exact(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(state, resumed, strict=True))
 
 
+@pytest.mark.slow
 def test_a_resume_on_other_numbers_of_ranks_takes_every_sample_once(tmp_path):
     """On two ranks, then on three, then on one, all in one epoch."""
     seen: list[int] = []
@@ -476,6 +481,7 @@ def stays(rank, run):
     return guard.global_step
 
 
+@pytest.mark.slow
 def test_a_rank_that_catches_its_error_and_stays_holds_nobody(tmp_path):
     """The other one is ended by its own process although it waits in a collective."""
     first, _ = run_ranks(stays, 2, tmp_path, limit_seconds=20.0)
@@ -485,6 +491,7 @@ def test_a_rank_that_catches_its_error_and_stays_holds_nobody(tmp_path):
     assert "rank 1 has failed with ZeroDivisionError" in first.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "check", "given", "twin"),
     [
@@ -501,6 +508,30 @@ def test_a_broken_twin_is_caught(tmp_path, function, check, given, twin):
     ends = run_ranks(function, world_size, tmp_path, *given, twin, limit_seconds=20.0)
     with pytest.raises(AssertionError):
         check(all_returned(ends))
+
+
+@pytest.mark.slow
+def test_the_script_of_the_guide_goes_on_after_a_rank_was_killed(tmp_path):
+    """Under `holdfast run` and torchrun: all start again and go on, and end as if nothing had been."""
+    (script,) = (block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title == "ddp.py")
+    body = "for batch in guard.batches(max_epochs=2):\n"
+    assert body in script
+    dies = "    if distributed.get_rank() == 1 and guard.global_step == 40 and guard.resumed_from is None:\n"
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "ddp.py").write_text(
+        "import os\n\n" + script.replace(body, f"{body}{dies}        os.kill(os.getpid(), 9)\n", 1)
+    )
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "ddp.py").write_text(script)
+    beside = Path(sys.executable).parent
+    said = []
+    for name in ("whole", "killed"):
+        command = [beside / "holdfast", "run", "--", beside / "torchrun", "--nproc-per-node", "2", "ddp.py"]
+        ended = subprocess.run(command, cwd=tmp_path / name, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        said.append([line for line in ended.stdout.splitlines() if line.startswith("step 64, loss")])
+    assert "2 attempts" in ended.stderr
+    assert said[0] == said[1] != []
 
 
 def hooks(rank, run):

@@ -198,8 +198,10 @@ def _moved(candidate: Candidate, tier: int) -> Candidate:
     return replace(candidate, tier=tier, confidence=_confidence(candidate.signature, tier))
 
 
+_OF_ANOTHER_RANK = "H114"  # follows from the failure of another, which may have left more than its text
 # Families of our own errors, by the beginning of the rule.
 _FAMILIES: tuple[tuple[str, Family], ...] = (
+    (_OF_ANOTHER_RANK, "distributed"),
     ("H30", "storage"),
     ("H31", "checkpoint"),
     ("H403", "device"),
@@ -220,6 +222,8 @@ def _of_own_rule(chain: tuple[Statement, ...]) -> Candidate | None:
         title=rule.title,
         family=next((family for begin, family in _FAMILIES if rule.id.startswith(begin)), "user code"),
         rank=60,
+        role="cascade" if rule.id == _OF_ANOTHER_RANK else "root",
+        restart="retry" if rule.id == _OF_ANOTHER_RANK else "stop",
         means=_in_one_line(rule.text.split("\n\n")[0]),
         fix=_fix_of(statement.text) or _fix_of(rule.text),
     )
