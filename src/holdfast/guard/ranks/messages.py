@@ -93,7 +93,8 @@ class Messages:
             if self._is_there([key]):
                 return bytes(self._store.get(key))
         except RuntimeError as error:
-            raise self._gone("the store of the ranks is gone, and so the rank that hosts it") from error
+            gone = self._gone("the store of the ranks is gone, and so the rank that hosts it")
+            raise self._heard or gone from error  # its host may have said why, and left
         assert self._heard is not None
         raise self._heard
 
