@@ -49,7 +49,7 @@ class Guard:
 
     Args:
         run_dir: Directory of the run, made if missing.
-        model: One module, or a dict of named ones.
+        model: One module, or a dict of named ones. On several ranks one, in ``DistributedDataParallel``.
         optimizer: One optimizer, or a dict of named ones. All their parameters belong to the models.
         scheduler: Learning-rate scheduler(s), by optimizer name where there are several. Advanced by the guard as
             ``Policy.scheduler_interval`` says; ReduceLROnPlateau by `validated`, since it needs your metric.
@@ -64,7 +64,8 @@ class Guard:
         **overrides: Policy fields by name, stronger than `policy`; for instance ``precision="bf16"``.
 
     Raises:
-        PolicyError: H1xx, for an argument that cannot be used.
+        PolicyError: H1xx, for an argument that cannot be used; on several ranks H108 or H115.
+        RankError: H114, if another rank has failed meanwhile.
         RunDirectoryError: H30x, if the directory is locked, not writable, newer, or of another model.
         CheckpointError: H31x, if no checkpoint verifies, or the newest does not fit these objects.
 
