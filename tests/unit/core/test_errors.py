@@ -17,6 +17,7 @@ _TREE = {
     errors.NonFiniteError: ArithmeticError,
     errors.DivergenceError: ArithmeticError,
     errors.LoaderError: ValueError,
+    errors.RankError: RuntimeError,
 }
 
 
