@@ -139,7 +139,7 @@ class Attempts:
         self._verified.update(plan.recompute)
         if self._ranks.gathered is not None:
             rows = self._ranks.gathered(work.parameters)
-            passed = passed._replace(loss=passed.loss.new_tensor(rows.loss), items=rows.items)
+            passed = Passed(passed.loss.new_tensor(rows.loss), rows.items, passed.dropped, passed.counted)
         self.loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
         if not any(group.parameters for group in groups):
