@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from holdfast.core.events.event import Decision
 from holdfast.numerics.gradients import GradientFacts, Group
 from holdfast.numerics.provenance import Origin
+
+
+class Passed(NamedTuple):
+    """What a batch has given."""
+
+    loss: torch.Tensor  # mean over the items, shape ``()``, detached; of several terms, the sum of their means
+    items: float | torch.Tensor  # what it is over; of several terms, those of the first
+    dropped: tuple[tuple[int, int], ...] = ()  # ``(start, end)`` of samples whose part had a loss of NaN or Inf
+    counted: bool = False  # whether the items must be whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.row import Rows
-from holdfast.guard.result import Provenance
+from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 from holdfast.numerics.loss import Terms
@@ -46,6 +46,10 @@ class OneRank:
     """Returns the loss to run backward from: all ranks' gradients then add up by their items."""
     gathered: Callable[[Sequence[torch.Tensor]], Rows] | None = None
     """Corrects the gradients by the items of all ranks and returns what they said."""
+    begin: Callable[[], None] | None = None
+    """Begins an attempt, on all ranks."""
+    accepts: Callable[[Attempt], bool] | None = None
+    """Says whether all ranks have made an attempt; False: one could not, and all begin anew."""
 
     @property
     def has_left(self) -> bool:
@@ -63,10 +67,22 @@ class OneRank:
     # --- a step ---------------------------------------------------------------------------------------------
 
     def check_undivided(self) -> None:
-        """Raise H108 if a batch may not be run in parts."""
+        """Raise H108 if a step may not be made of several batches."""
 
-    def check_retry(self, failure: Exception, found: str | None) -> None:
-        """Raise what ends the step if an attempt may not be made again: H401 where memory ran out."""
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the parts of a batch are run; `shared` follows."""
+        return _NOTHING
+
+    def shared(self, passed: Passed, parameters: Sequence[torch.Tensor]) -> Passed:
+        """Reduce the gradients of a batch that was run in parts; they count by its items."""
+        return passed
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this rank tries something out by itself."""
+        return _NOTHING
+
+    def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Begin what other ranks still wait for, and let all begin anew; H401 if that cannot be."""
 
     def origin(self, find: Callable[[], Provenance]) -> Provenance:
         """Find out where NaN or Inf of a step that all have taken back came from."""

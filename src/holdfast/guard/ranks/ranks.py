@@ -1,6 +1,7 @@
 """Several ranks that train one model: each step is the same on all of them, and so is what follows from it.
 
-Undisturbed, one small gather beside backward is all that is added. A rank that fails says why, and all end.
+Undisturbed, one small gather beside backward is all that is added. A rank that runs out of memory begins what the
+others wait for by itself, in NaN, and all make the step again. One that fails otherwise says why, and all end.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.one import OneRank, Saves
 from holdfast.guard.ranks.replicated import Replicated
 from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Rows, Said
-from holdfast.guard.result import Provenance
+from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.memory.oom import find_out_of_memory, release_memory
 from holdfast.numerics.loss import Terms, check_count
 
 _T = TypeVar("_T")
-_REFUSED = {"drop_nonfinite_samples": False, "fuse": False, "allow_split_with": ()}
+_REFUSED = {"drop_nonfinite_samples": False, "fuse": False}
 
 
 class Ranks(OneRank):
@@ -57,13 +59,11 @@ class Ranks(OneRank):
 
     def policy(self, policy: Policy) -> Policy:
         """Return the policy as far as it can be kept; raise H108 for what was asked for and cannot."""
-        if isinstance(policy.micro_batch_size, int):
-            raise _not_yet(f"micro_batch_size={policy.micro_batch_size}")
         for name, value in _REFUSED.items():
             if getattr(policy, name) != value:
                 raise _not_yet(f"{name}={getattr(policy, name)!r}")
         return replace(
-            policy, micro_batch_size=None, forecast_micro_batch_size=None, snapshot_interval_steps=None
+            policy, forecast_micro_batch_size=None, snapshot_interval_steps=None
         )  # what a rank would do by itself is not done
 
     def agreed(self, stop: StopRequest, saving: Saving, cursor: Cursor | None) -> tuple[StopRequest, Saves]:
@@ -86,12 +86,16 @@ class Ranks(OneRank):
                 fix="return one Loss, or the bare sum of the means.",
                 rule="H203",
             )
+        weight = self._weight(loss.detach(), items, counted=terms.counted)
+        return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
+
+    def _weight(self, loss: torch.Tensor, items: Any, *, counted: bool) -> Any:
+        """Tell the others of the loss of this rank, and return what its gradient weighs."""
         repeats = self._cursor is not None and self._cursor.repeats()
         if repeats:
             items = 0.0
-        self._pending, self._counted = self._begin_row(loss.detach(), items, repeats=repeats), terms.counted
-        weight = items / self._reference_for(items)
-        return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
+        self._pending, self._counted = self._begin_row(loss, items, repeats=repeats), counted
+        return items / self._reference_for(items)
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
         self._check_here()
@@ -100,7 +104,9 @@ class Ranks(OneRank):
         assert self._saves is not None
         said |= {"stop": self._stop.said(), **(self._saves.said(said.get("kind", STEP)) if self.rank == 0 else {})}
         group, device = self._model.group, self._model.device
-        return PendingRow(Said(number=self._rows_begun, **said), loss, items, device, group)
+        row = PendingRow(Said(number=self._rows_begun, **said), loss, items, device, group)
+        self._model.row_begun()
+        return row
 
     def _reference_for(self, items: Any) -> float:
         """Return what the items of each rank are measured by: those of the last step, or now equal ones.
@@ -112,6 +118,8 @@ class Ranks(OneRank):
         known = self._reference
         if known is None or (isinstance(items, (int, float)) and items != known):
             rows = self._pending.rows()
+            if rows.failed:
+                return float(items)  # nothing comes of this attempt
             if known is None or len({row[2] for row in rows.each}) == 1:
                 self._reference = known = rows.items / self.world_size
         return known
@@ -119,39 +127,108 @@ class Ranks(OneRank):
     def gathered(self, parameters: Sequence[torch.Tensor]) -> Rows:
         """Correct the gradients by the items of all ranks and return what they said."""
         assert self._pending is not None
+        self._rows = rows = self._pending.rows()
+        if rows.failed:
+            return rows
         assert self._reference is not None
-        self._rows = rows = self._hear(self._pending)
-        self._pending = None
         for row in rows.each:
             check_count(row[2] if row[7] else row[2] or math.nan, counted=self._counted)
         factor = self.world_size * self._reference / rows.items
         if factor != 1.0:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
-        self._reference = rows.items / self.world_size
         return rows
 
-    def _hear(self, pending: PendingRow) -> Rows:
-        rows = pending.rows()
+    def _hear(self, rows: Rows) -> None:
         assert self._stop is not None
         assert self._saves is not None
         self._stop.hear(rows)
         self._saves.hear(rows)
-        return rows
 
     def check_undivided(self) -> None:
-        """Raise H108: parts of a batch would be reduced one by one."""
+        """Raise H108: what each rank adds up is not known to the others."""
         raise _not_yet("a step over several batches")
 
-    def check_retry(self, failure: Exception, found: str | None) -> None:
-        """Raise H401, or what else has failed: the others wait for the gradients of this rank."""
-        if found is None:
-            raise failure
-        raise OutOfMemoryError(
-            f"rank {self.rank} ran out of memory ({found})",
-            limit="with several ranks this version makes no second attempt; the weights are those of the last step",
-            fix="use a smaller batch or model, and start all ranks again.",
-            rule="H401",
-        )
+    # --- an attempt that one rank cannot make -----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin an attempt, on all ranks."""
+        self._check_here()
+        self._model.begin()
+        self._pending, self._rows, self._before = None, None, self._reference
+
+    def accepts(self, attempt: Attempt) -> bool:
+        """Say whether all ranks have made an attempt; False: one could not, and all begin anew."""
+        rows = self._rows
+        assert rows is not None
+        if (attempt.facts.nonfinite or rows.failed) and any(self._messages.exchange("attempt", value=False)):
+            self._forget()
+            return False
+        self._model.attempt_made()
+        self._reference = rows.items / self.world_size
+        self._hear(rows)
+        return True
+
+    def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Begin what the others still wait for, in NaN, and let all of them begin anew; H401 if that cannot be."""
+        for parameter in parameters:
+            parameter.grad = None
+        device = self._model.device
+        release_memory([] if device.type == "cpu" else [device])
+        try:
+            hindered = self._unpaid()
+        except RuntimeError as error:
+            found_again = find_out_of_memory(error)
+            if found_again is None:
+                raise
+            hindered = f"memory for what the other ranks wait for was refused too ({found_again})"
+        if hindered is not None:
+            raise OutOfMemoryError(
+                f"rank {self.rank} ran out of memory ({found})",
+                limit=f"{hindered}; the weights are those of the last step",
+                fix="use a smaller batch or model, and start all ranks again.",
+                rule="H401",
+            )
+        self._messages.exchange("attempt", value=True)
+        self._forget()
+
+    def _unpaid(self) -> str | None:
+        """Pay; return what is in the way, or None."""
+        if self._rows is not None:
+            return "all ranks have the gradients of this step already, and the others go on with them"
+        if (why := self._model.why_unpayable()) is not None:
+            return why
+        failed = self._pending is None
+        if failed:
+            self._model.pay_forward()
+            self._pending = self._begin_row(math.nan, 1.0, failed=True)
+        assert self._pending is not None
+        if not self._model.pay_nan() and not failed:
+            return "its gradients were on their way to all ranks already"
+        self._pending.rows()
+        return None
+
+    def _forget(self) -> None:
+        self._model.reset()
+        self._reference = self._before
+
+    # --- a batch in parts -------------------------------------------------------------------------------------
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the parts of a batch are run; `shared` follows."""
+        return self._model.apart()
+
+    def shared(self, passed: Passed, parameters: Sequence[torch.Tensor]) -> Passed:
+        """Reduce the gradients of a batch that was run in parts; they count by its items."""
+        if self._is_alone:
+            return passed
+        self._model.pay_forward()
+        weight = self._weight(passed.loss, passed.items, counted=passed.counted)
+        if not (isinstance(weight, float) and weight == 1.0):
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], weight)
+        self._model.pay_own()
+        return passed
+
+    # --- NaN and Inf ------------------------------------------------------------------------------------------
 
     def origin(self, find: Callable[[], Provenance]) -> Provenance:
         """Find out on which rank NaN or Inf came up, and there where it came from."""
@@ -159,7 +236,7 @@ class Ranks(OneRank):
         suspects, own = self._rows.suspects(), Provenance(problem="it came up on another rank")
         self._model.rebuild()
         if self.rank in suspects:
-            with self._alone():
+            with self.alone():
                 own = find()
         text = str(own.origin) if own.origin is not None else own.problem
         found = self._messages.exchange("origin", [own.origin is not None, text])
@@ -169,7 +246,8 @@ class Ranks(OneRank):
         return Provenance(problem=found[rank][1], rank=rank)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
+        """Let this rank try something out by itself."""
         self._is_alone = True
         try:
             with self._model.alone():
@@ -181,7 +259,7 @@ class Ranks(OneRank):
 
     def end_epoch(self) -> None:
         """Raise H116 on all ranks if the loader of one has ended and that of another has not."""
-        self._hear(self._begin_row(0.0, 0.0, kind=EPOCH_END))
+        self._hear(self._begin_row(0.0, 0.0, kind=EPOCH_END).rows())
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -206,7 +284,7 @@ class Ranks(OneRank):
         np.random.seed(seed)
         drawn = capture().to_tree()
         restore(before)
-        return {"random_state": drawn, "position": training["position"]}
+        return {"random_state": drawn, "position": training["position"], "ladder": training["ladder"]}
 
     def chosen(
         self, choose: Callable[[], _T | None], name: Callable[[_T], str], find: Callable[[str], _T]

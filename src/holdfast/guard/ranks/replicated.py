@@ -1,23 +1,139 @@
-"""A model in DistributedDataParallel: each rank holds all of it, and gradients are averaged in backward."""
+"""A model in DistributedDataParallel: each rank holds all of it, and gradients are averaged in backward.
+
+In each attempt every rank begins the same collectives: buffers, the row, the buckets of gradients. A rank that cannot
+come to some of them by running its model begins them by hand: it pays what it owes. How many it has begun is counted
+by the group itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# Hooks that keep nothing from step to step. Others, such as PowerSGD's, would keep the NaN of a failed attempt.
+_STATELESS = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
 
 class Replicated:
     """One wrapped model."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self._wrapper = wrapper
+        self._wrapper: Any = wrapper  # much of it has no types
         self.group: Any = wrapper.process_group
         self.device: torch.device = next(wrapper.parameters()).device
+        self._began = self._after_row = 0
+        self._usual: int | None = None  # collectives before the row
+
+    # --- what was begun ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin an attempt, on all ranks."""
+        self.rebuild()
+        # A forward pass without gradients, as of an evaluation, leaves the next one without buffers of the others.
+        self._wrapper.require_forward_param_sync = True
+        self._began = self._count()
+
+    def row_begun(self) -> None:
+        """Note that the row is under way."""
+        self._after_row = self._count()
+
+    def attempt_made(self) -> None:
+        """Note that all ranks have made an attempt."""
+        self._usual = self._after_row - 1 - self._began
+
+    def _count(self) -> int:
+        return int(self.group._get_sequence_number_for_group())
+
+    # --- what is owed -----------------------------------------------------------------------------------------
+
+    def why_unpayable(self) -> str | None:
+        """Return why nobody but torch can begin the reductions of this model; None: we can."""
+        known = self._wrapper._get_ddp_logging_data().get("comm_hook")
+        hooks = [hook for hook, _ in self._wrapper._comm_hooks]
+        if known and not (hooks and all(hook in _STATELESS for hook in hooks)):
+            return f"the communication hook {known!r} may keep what a failed attempt has left"
+        return None
+
+    def pay_forward(self) -> None:
+        """Begin what is owed before the row: the buffers of the first rank, for each call of the model."""
+        usual = self._usual
+        while (begun := self._count() - self._began) < (math.inf if usual is None else usual):
+            if not self._wrapper.will_sync_module_buffers() or (usual is None and begun):
+                return
+            self._wrapper._sync_buffers()
+
+    def pay_nan(self) -> bool:
+        """Begin all reductions of gradients that are owed after the row, of NaN; return whether there were any."""
+        buckets = self._wrapper.reducer._get_zeros_like_grad_buckets()
+        owed = buckets[self._count() - self._after_row :]
+        for bucket in owed:
+            bucket.buffer().fill_(math.nan)
+        self._reduce(owed)
+        return bool(owed)
+
+    def pay_own(self) -> None:
+        """Reduce the gradients that this rank has; they are then those of all ranks."""
+        reducer, share = self._wrapper.reducer, 1.0 / self.group.size()
+        buckets = reducer._get_zeros_like_grad_buckets()
+        pairs = [pair for each in buckets for pair in zip(each.parameters(), each.gradients(), strict=True)]
+        for parameter, place in pairs:
+            if parameter.grad is not None:
+                # Divided as the reducer does it; a hook divides by itself.
+                torch.mul(parameter.grad, 1.0 if self._wrapper._comm_hooks else share, out=place)
+        used = self._reduce(buckets)
+        for parameter, place in pairs:
+            parameter.grad = place.clone()
+        if used is None:
+            reducer._push_all_rebuilt_params()
+            return
+        for parameter, ranks in zip(self._trained(), used.tolist(), strict=True):
+            parameter.grad = parameter.grad if ranks else None
+        # Marks of the passes that were run alone stay otherwise, and the next step takes them for its own.
+        reducer._reset_state()
+
+    def _reduce(self, buckets: list[Any]) -> torch.Tensor | None:
+        """Return on how many ranks each parameter has a gradient, where that may differ."""
+        wrapper, used = self._wrapper, None
+        if wrapper._comm_hooks:
+            ((hook, state),) = wrapper._comm_hooks
+            sent = [hook(state, bucket) for bucket in buckets]
+        else:
+            sent = [self._begin_sum(each.buffer()) for each in buckets]
+        if wrapper.find_unused_parameters:
+            given = [p.grad is not None for p in self._trained()]
+            used = torch.tensor(given, dtype=torch.int32, device=self.device)
+            self._begin_sum(used).wait()
+        for bucket, work in zip(buckets, sent, strict=True):
+            work.wait()
+            if wrapper._comm_hooks:
+                value = work.value()
+                bucket.buffer().copy_(value[0] if isinstance(value, list) else value)
+        return used
+
+    def _begin_sum(self, tensor: torch.Tensor) -> Any:
+        return distributed.all_reduce(tensor, group=self.group, async_op=True)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self._wrapper.module.parameters() if parameter.requires_grad]
+
+    def reset(self) -> None:
+        """Forget an attempt that one rank has not made, on all ranks."""
+        self._wrapper.reducer._reset_state()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let backward reduce nothing: its gradients are paid at once, when all parts of a batch are through."""
+        with self._wrapper.no_sync():
+            yield
+        self._wrapper.require_forward_param_sync = True
 
     def rebuild(self) -> None:
         """Let the reducer rebuild its buckets now, if that is due: all ranks do so at the same place.

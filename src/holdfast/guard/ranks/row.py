@@ -12,7 +12,7 @@ from torch import distributed
 from holdfast.core.errors import RankError
 
 STEP, EPOCH_END = 0.0, 1.0
-_WIDTH = 8
+_WIDTH = 9
 # The newer name where there is one: torch warns of the other.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -27,6 +27,7 @@ class Said:
     save: bool = False  # a save is due after this step; what the first rank says counts
     refused: bool = False  # a save was refused; as above
     repeats: bool = False  # what it trains on counts on another rank
+    failed: bool = False  # this rank cannot make this attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class Rows:
         """Return whether a save was refused."""
         return bool(self.each[0][6])
 
+    @property
+    def failed(self) -> bool:
+        """Return whether a rank could not make this attempt, and knew it before its loss was there."""
+        return any(row[8] for row in self.each)
+
     def suspects(self) -> list[int]:
         """Return the ranks that NaN or Inf may come from: those whose own loss is not finite, or else all."""
         bad = [rank for rank, row in enumerate(self.each) if not math.isfinite(row[3])]
@@ -88,7 +94,7 @@ class PendingRow:
     """A row that is on its way to all ranks, and those that come from them."""
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
-        flags = said.stop, said.save, said.refused, said.repeats
+        flags = said.stop, said.save, said.refused, said.repeats, said.failed
         self._row = torch.tensor([said.kind, said.number, 0.0, 0.0, *flags], dtype=torch.float64, device=device)
         self._row[2] = items
         self._row[3] = loss

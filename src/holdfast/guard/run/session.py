@@ -190,6 +190,7 @@ class Session:
         return {
             "random_state": self._random_state().to_tree(),
             "position": None if self.cursor is None else self.cursor.state_dict(),
+            "ladder": self.ladder.state_dict(),
         }
 
     def _random_state(self) -> RandomState:

@@ -84,6 +84,7 @@ class SplitSafety:
     def __init__(self, parts: Parts, policy: Policy, buffers: BufferKeeper, record: RunRecord) -> None:
         self.parts = parts
         self.may_copy = True  # what a step does may be tried out in a copy of this process
+        self.alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # of several ranks
         self._policy = policy
         self._buffers = buffers
         self._record = record
@@ -353,7 +354,7 @@ class SplitSafety:
         if forks:
             found = in_a_copy(lambda: attempted(lambda: check.run(batch, size, empty)))
         else:
-            with isolated():  # the caller puts buffers and device random state back
+            with isolated(), self.alone():  # the caller puts buffers and device random state back
                 found = attempted(lambda: check.run(batch, size, empty))
         if found.called:
             raise called_inside(found.called)

@@ -23,14 +23,14 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.one import OneRank
 from holdfast.guard.record import RunRecord
-from holdfast.guard.result import Attempt
+from holdfast.guard.result import Attempt, Passed
 from holdfast.guard.splitting.loss_functions import FilledOutside
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
 from holdfast.guard.splitting.window import Window
 from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.guard.state.states import StateKeeper, kept_states
 from holdfast.guard.state.work import Work
-from holdfast.guard.step.passes import LossScale, Passed, Passes
+from holdfast.guard.step.passes import LossScale, Passes
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Plan

@@ -31,7 +31,7 @@ from holdfast.guard.fuse import Fusing
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks.one import OneRank
-from holdfast.guard.record import RunRecord
+from holdfast.guard.record import RunRecord, described
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Ruling
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import largest_of
@@ -70,6 +70,7 @@ class StepEngine:
         self.attempts = Attempts(parts, policy, record, self.diagnosis.attempt, self.ranks)
         self._safety = self.attempts.safety
         self._safety.may_copy = self.ranks.world_size == 1  # a copy of one rank would wait for the others
+        self._safety.alone = self.ranks.alone
         self.buffers = self.attempts.buffers
         self.loss_scale = self.attempts.loss_scale
         forecast = policy.forecast_peak_bytes  # what the peak of these devices is compared with
@@ -219,6 +220,9 @@ class StepEngine:
     # --- attempts ---------------------------------------------------------------------------------------------
 
     def _attempt_until_it_fits(self, work: Work) -> Attempt:
+        ranks = self.ranks
+        if ranks.begin is not None:
+            ranks.begin()
         part = None if work.size is None else self.ladder.plan.samples(work.size)
         splits = part is not None and part < (work.size or 0)
         tried_here, may_split = self._safety.check(work, part if splits else None)
@@ -228,10 +232,13 @@ class StepEngine:
             self.ladder.without_split()
         while True:
             work.attempts += 1
+            failure = None
             try:
                 if self._step_id == _COMPARED_STEP:
                     self._begin_comparison()
-                return self.attempts.make(work, self.ladder.plan)
+                attempt = self.attempts.make(work, self.ladder.plan)
+                if ranks.accepts is None or ranks.accepts(attempt):
+                    return attempt
             except Exception as error:
                 found = find_out_of_memory(error)
                 mismatch = bool(self.ladder.plan.recompute) and may_come_of_recomputing(error)
@@ -241,12 +248,17 @@ class StepEngine:
                     raise
                 failure = error
             # Out of the handler: only now can the frames of the failed attempt be dropped.
-            clear_exception_frames(failure)
+            if failure is not None:
+                clear_exception_frames(failure)
+                ranks.pay(found or described(failure), work.parameters)
             self.attempts.take_back(work)
-            self.ranks.check_retry(failure, found)
+            if ranks.begin is not None:
+                ranks.begin()
             self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
                 raise self._safety.batch_was_changed(work.loss_fn)
+            if failure is None:  # another rank has failed
+                continue
             if isinstance(failure, EmptyPartError):
                 may_split = self._safety.may_leave_out(work, failure.place)
                 self.attempts.restore(work)

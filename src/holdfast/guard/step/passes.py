@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from holdfast.core.errors import BatchError
 from holdfast.core.policy.policy import Precision
 from holdfast.guard.parts import autocast
 from holdfast.guard.ranks.one import OneRank
+from holdfast.guard.result import Passed
 from holdfast.guard.splitting.loss_functions import weights_stay
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
 from holdfast.guard.splitting.two_pass import Inputs, TwoPass, TwoPassRun
@@ -35,15 +36,6 @@ class EmptyPartError(Exception):
     def __init__(self, place: int) -> None:
         super().__init__("a part without items has a loss")
         self.place = place
-
-
-class Passed(NamedTuple):
-    """What a batch has given."""
-
-    loss: torch.Tensor  # mean over the items, shape ``()``, detached; of several terms, the sum of their means
-    items: float | torch.Tensor  # what it is over; of several terms, those of the first
-    dropped: tuple[tuple[int, int], ...] = ()  # ``(start, end)`` of samples whose part had a loss of NaN or Inf
-    counted: bool = False  # whether the items must be whole
 
 
 class Passes:
@@ -93,6 +85,21 @@ class Passes:
         Returns:
             As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
         """
+        with self._ranks.apart():
+            passed = self._parted(parts, size, loss_fn, parameters, inputs, batch, drops=drops)
+        return self._ranks.shared(passed, parameters)
+
+    def _parted(
+        self,
+        parts: _Parts,
+        size: int,
+        loss_fn: LossFunction,
+        parameters: Sequence[torch.Tensor],
+        inputs: Inputs,
+        batch: Any,
+        *,
+        drops: bool,
+    ) -> Passed:
         if isinstance(loss_fn, TwoPass):
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
             return Passed(terms.total().detach(), terms.read()[1][0])

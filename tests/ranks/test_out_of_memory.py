@@ -1,0 +1,165 @@
+"""Out of memory on some ranks: they pay what they owe, all make the step again, as if nothing had happened."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from tests.ranks.harness import all_returned, run_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+
+STEPS, WIDTH, LAYERS = 6, 23, 4
+
+
+def too_much():
+    """Ask for more memory than there can be: a real refusal of the allocator."""
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+class InBackward(torch.autograd.Function):
+    """Fails when its gradient is wanted."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            too_much()
+        return gradient, None
+
+
+class Net(nn.Module):
+    """Some layers, of which the second is not always used; any of them can be short of memory."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.norm = nn.BatchNorm1d(WIDTH) if kind == "buffers" else nn.Identity()
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, fails=None, *, skips=False):
+        for at, layer in enumerate(self.layers):
+            if fails == ("forward", at):
+                too_much()
+            if not (skips and at == 1):
+                x = InBackward.apply(torch.tanh(layer(x)), fails == ("backward", at))
+        return self.head(self.norm(x))
+
+
+def made(kind):
+    torch.manual_seed(0)
+    given = {"unused": {"find_unused_parameters": True}, "views": {"gradient_as_bucket_view": True}}.get(kind, {})
+    model = DistributedDataParallel(Net(kind), bucket_cap_mb=0.004, **given)
+    if kind == "hook":
+        model.register_comm_hook(None, fp16_compress_hook)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def trained(rank, run, kind, plan, sizes=(8,) * STEPS, policy=None):
+    """Train; `plan` says where an attempt fails, by ``(step, rank, attempt)``."""
+    model, optimizer = made(kind)
+    loader = [
+        torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(7 * step + rank))
+        for step, size in enumerate(sizes)
+    ]
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=loader, max_grad_norm=1.0, save_interval_steps=None,
+        **(policy or {}),
+    )  # fmt: skip
+    attempts, parts = [], []
+    torch.manual_seed(rank)
+    for step, batch in enumerate(guard.batches(max_epochs=1)):
+        calls = iter(range(100))
+
+        def loss_fn(part, step=step, calls=calls):
+            fails = (
+                plan(step, rank, next(calls), len(part)) if callable(plan) else plan.get((step, rank, next(calls)))
+            )
+            if fails == "early":
+                too_much()
+            noise = torch.rand(()) if policy == EXACT else 0.0  # drawn again in each attempt
+            out = model(part, fails, skips=kind == "unused" and step % 2 == rank)
+            return out.square().mean() * (1 + noise)
+
+        result = guard.step(batch, loss_fn)
+        attempts.append(result.attempts)
+        parts.append(result.micro_batch_size)
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return [*model.state_dict().values(), *state, torch.get_rng_state()], attempts, parts
+
+
+EXACT = {"recompute": False, "check_split": False}
+KINDS = ["plain", "buffers", "unused", "views", "hook"]
+PLANS = {
+    "backward": {(0, 1, 0): ("backward", 3), (2, 1, 0): ("backward", 0), (3, 0, 0): ("backward", 2)},
+    "forward": {(0, 1, 0): ("forward", 3), (2, 0, 0): ("forward", 0), (4, 1, 0): ("forward", 2)},
+    "before the model": {(0, 1, 0): "early", (1, 0, 0): "early", (4, 1, 0): "early"},
+    "differently": {
+        (0, 0, 0): "early", (0, 1, 0): ("backward", 1), (2, 0, 0): ("forward", 2), (2, 1, 0): ("backward", 2)},
+    "in turns": {
+        (0, 1, 0): ("backward", 2), (0, 0, 1): ("forward", 2), (2, 1, 0): "early", (2, 0, 1): ("backward", 2)},
+}  # fmt: skip
+
+
+def undisturbed_and(rank, run, kind, plans, policy=None, sizes=(8,) * STEPS):
+    """Train without a failure, and by each of the plans."""
+    runs = [{}, *plans]
+    return [trained(rank, f"{run}/{n}", kind, plan, sizes, policy) for n, plan in enumerate(runs)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_made_again_by_all_ranks_bit_for_bit(tmp_path, kind):
+    """Wherever memory was short: no rank waits for ever, and nobody sees a gradient of half a step."""
+    plans = [*PLANS.values()]
+    for (undisturbed, _, _), *disturbed in all_returned(run_ranks(undisturbed_and, 2, tmp_path, kind, plans, EXACT)):
+        for plan, (found, attempts, _) in zip(plans, disturbed, strict=True):
+            failed_at = [max((key[2] + 1 for key in plan if key[0] == step), default=0) for step in range(STEPS)]
+            assert attempts == [1 + failures for failures in failed_at]
+            assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True)), (plan, attempts)
+
+
+def test_all_of_three_ranks_can_be_short_at_once(tmp_path):
+    """Each pays what it owes, which is not the same on each."""
+    plan = {(step, rank, 0): ("backward", rank + 1) for step in (0, 1, 3) for rank in range(3)}
+    for (undisturbed, _, _), (found, attempts, _) in all_returned(
+        run_ranks(undisturbed_and, 3, tmp_path, "buffers", [plan], EXACT)
+    ):
+        assert attempts == [2, 2, 1, 2, 1, 1]
+        assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True))
+
+
+def too_large(where, ranks, most):
+    """Say that more samples than that do not fit on these ranks."""
+    return partial(_too_large, where, ranks, most)
+
+
+def _too_large(where, ranks, most, _step, rank, _call, samples):
+    return where if rank in ranks and samples > most else None
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("plain", (8,) * STEPS), ("unused", (8, 5, 8, 3, 7, 1)), ("hook", (8,) * 4)]
+)
+def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes):
+    """One that splits works alone and pays with its own gradients: the sum is that of whole batches, to rounding."""
+    plans = [too_large(("backward", 1), (1,), 4), too_large("early", (0, 1), 3)]
+    policy = {"recompute": False}
+    ends = all_returned(run_ranks(undisturbed_and, 2, tmp_path, kind, plans, policy, sizes, limit_seconds=60.0))
+    of_first = [found for found, _, _ in ends[0]]
+    for rank, ((undisturbed, _, whole), one, both) in enumerate(ends):
+        assert whole == [*sizes]
+        assert one[2] == [min(size, 4) if rank else size for size in sizes]
+        assert both[2] == [min(size, 2) for size in sizes]
+        for (found, _, _), first in zip((one, both), of_first[1:], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found[:-1], first[:-1], strict=True))
+            for a, b in zip(undisturbed[:-1], found[:-1], strict=True):
+                assert (a - b).norm() <= (2e-3 if kind == "hook" else 2e-6) * a.norm()
