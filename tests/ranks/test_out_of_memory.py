@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from holdfast.guard.ranks import ranks, replicated
 
 STEPS, WIDTH, LAYERS = 6, 23, 4
 
@@ -163,3 +167,90 @@ def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes):
             assert all(torch.equal(a, b) for a, b in zip(found[:-1], first[:-1], strict=True))
             for a, b in zip(undisturbed[:-1], found[:-1], strict=True):
                 assert (a - b).norm() <= (2e-3 if kind == "hook" else 2e-6) * a.norm()
+
+
+def any_plan(seed):
+    """Return failures at random steps, ranks and phases, none twice in a row on one rank."""
+    chance = random.Random(seed)
+    phases = ["early", *((phase, layer) for phase in ("forward", "backward") for layer in (0, 2, 3))]
+    return {(step, rank, 0): chance.choice(phases) for step in range(4) for rank in (0, 1) if chance.random() < 0.4}
+
+
+def test_failures_at_random_places_leave_no_trace(tmp_path):
+    """Twelve runs on two ranks, each with failures at other steps, ranks and phases."""
+    plans = [any_plan(seed) for seed in range(12)]
+    for (undisturbed, _, _), *disturbed in all_returned(
+        run_ranks(undisturbed_and, 2, tmp_path, "buffers", plans, EXACT, (8,) * 4, limit_seconds=120.0)
+    ):
+        for plan, (found, _, _) in zip(plans, disturbed, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True)), plan
+
+
+def with_a_twin(rank, run, twin):
+    if twin == "pays zeros":
+        replicated.math = SimpleNamespace(nan=0.0, inf=math.inf)
+    if twin == "skips the vote":
+        ranks.Ranks.accepts = lambda self, _: self._model.attempt_made() or True
+        ranks.Ranks._forget = lambda self: self._model.reset()
+        ranks.Messages.exchange = lambda self, topic, value: [value, value]
+    try:
+        (undisturbed, _, _), (found, _, _) = undisturbed_and(rank, run, "plain", [PLANS["backward"]], EXACT)
+    except holdfast.HoldfastError:
+        return False
+    return all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True))
+
+
+@pytest.mark.parametrize("twin", ["pays zeros", "skips the vote"])
+def test_a_broken_twin_is_caught(tmp_path, twin):
+    """The comparison above fails where a rank pays with zeros, or where nobody asks the others."""
+    ends = run_ranks(with_a_twin, 2, tmp_path, twin, limit_seconds=8.0, may_hang=True)
+    assert not all(end.returned for end in ends), ends
+
+
+def compares_samples(rank, run, most):
+    """Train with a loss over all pairs of samples, which is split in two passes."""
+    model, optimizer = made("plain")
+    loader = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7 * k + rank)) for k in range(4)]
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, recompute=False)
+
+    def outputs(part):
+        if rank and len(part) > most:
+            too_much()
+        return model(part)
+
+    for batch in guard.batches(max_epochs=1):
+        found = guard.step(batch, holdfast.TwoPass(outputs, lambda out, _: (out @ out.T).square().mean()))
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), found.micro_batch_size
+
+
+def test_a_loss_over_pairs_is_split_on_one_rank(tmp_path):
+    """The pairs are those within the batch of a rank, split or not."""
+    whole = all_returned(run_ranks(compares_samples, 2, tmp_path / "a", 8))
+    split = all_returned(run_ranks(compares_samples, 2, tmp_path / "b", 4))
+    assert [most for _, most in whole + split] == [8, 8, 8, 4]
+    for (one, _), (other, _) in zip(whole, split, strict=True):
+        assert (one - other).norm() < 1e-5 * one.norm()
+
+
+def keeps_its_plan(rank, run):
+    """Train three steps, and say what the first of them took."""
+    plan = too_large("early", (1,), 4)
+    model, optimizer = made("plain")
+    loader = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7 * k + rank)) for k in range(6)]
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, recompute=False)
+
+    def loss_fn(part):
+        if plan(0, rank, 0, len(part)):
+            too_much()
+        return model(part).square().mean()
+
+    found = [guard.step(batch, loss_fn).attempts for batch in guard.batches(max_steps=guard.global_step + 3)]
+    guard.close()
+    return found
+
+
+def test_a_resumed_rank_does_not_fail_again(tmp_path):
+    """What a rank has learnt of its memory is in the checkpoint, and each takes its own."""
+    first = all_returned(run_ranks(keeps_its_plan, 2, tmp_path))
+    assert first[0][0] == first[1][0] > 1
+    assert all_returned(run_ranks(keeps_its_plan, 2, tmp_path)) == [[1, 1, 1]] * 2
