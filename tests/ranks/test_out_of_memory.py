@@ -254,3 +254,47 @@ def test_a_resumed_rank_does_not_fail_again(tmp_path):
     first = all_returned(run_ranks(keeps_its_plan, 2, tmp_path))
     assert first[0][0] == first[1][0] > 1
     assert all_returned(run_ranks(keeps_its_plan, 2, tmp_path)) == [[1, 1, 1]] * 2
+
+
+def short_in_the_optimizer(rank, run, where, norm=None):
+    """Train seven steps in two epochs, saving after the fourth; the optimizer fails half-way where it is said."""
+    model, optimizer = made("plain")
+    loader = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7 * k + rank)) for k in range(4)]
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=4)
+    whole, steps = optimizer.step, []
+
+    def step():
+        if (len(steps), rank) not in where:
+            return whole()
+        left = [*model.parameters()][3:]
+        kept = [p.grad for p in left]
+        for p in left:
+            p.grad = None
+        whole()
+        for p, gradient in zip(left, kept, strict=True):
+            p.grad = gradient
+        return too_much()
+
+    optimizer.step = step
+    for batch in guard.batches(max_steps=7):
+        steps += [guard.step(batch, lambda part: model(part).square().mean()).skipped]
+    guard.close()
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return [*model.state_dict().values(), *state], steps, [event.kind for event in guard.events()]
+
+
+@pytest.mark.parametrize("where", [[(2, 1)], [(2, 0), (4, 1)], [(3, 0)], [(3, 1), (6, 0)]])
+def test_an_optimizer_that_fails_half_way_takes_the_state_of_another_rank(tmp_path, where):
+    """Within an epoch, at its end, before a save and at the end of a run: the bits are those of a run without."""
+    whole = all_returned(run_ranks(short_in_the_optimizer, 2, tmp_path / "a", []))
+    found = all_returned(run_ranks(short_in_the_optimizer, 2, tmp_path / "b", where))
+    for rank, ((undisturbed, _, _), (state, steps, kinds)) in enumerate(zip(whole, found, strict=True)):
+        assert steps == [False] * 7
+        assert kinds.count("state_taken") == sum(at == rank for _, at in where)
+        assert all(torch.equal(a, b) for a, b in zip(undisturbed, state, strict=True))
+
+
+def test_an_optimizer_that_fails_half_way_on_all_ranks_ends_them(tmp_path):
+    """There is no whole state to take; the checkpoint of before is there."""
+    for end in run_ranks(short_in_the_optimizer, 2, tmp_path, [(2, 0), (2, 1)], limit_seconds=20.0):
+        assert "H402" in (end.raised or ""), end

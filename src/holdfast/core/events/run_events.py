@@ -229,6 +229,10 @@ class OutOfMemory(_Failure):
     recompute: bool
 
 
+class StateTaken(_Failure):
+    """The optimizer of this rank ran out of memory half-way: the state of a rank that has stepped is taken."""
+
+
 class Promises(EventData):
     """What splitting a batch of this loss function would be equal to, and how that was found out."""
 

@@ -50,6 +50,8 @@ class OneRank:
     """Begins an attempt, on all ranks."""
     accepts: Callable[[Attempt], bool] | None = None
     """Says whether all ranks have made an attempt; False: one could not, and all begin anew."""
+    spare_memory: Callable[[], None] = staticmethod(lambda: None)
+    """Lets optimizers need less memory, called on all ranks where one has run out of it."""
 
     @property
     def has_left(self) -> bool:
@@ -83,6 +85,10 @@ class OneRank:
 
     def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
         """Begin what other ranks still wait for, and let all begin anew; H401 if that cannot be."""
+
+    def falls_behind(self) -> bool:
+        """Note that the optimizer has failed half-way; return whether the state of another rank will be taken."""
+        return False
 
     def origin(self, find: Callable[[], Provenance]) -> Provenance:
         """Find out where NaN or Inf of a step that all have taken back came from."""

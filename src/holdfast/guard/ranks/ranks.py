@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import distributed
+from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError, RankError
 from holdfast.core.policy.policy import Policy
@@ -24,6 +25,7 @@ from holdfast.guard.ranks.messages import Messages
 from holdfast.guard.ranks.one import OneRank, Saves
 from holdfast.guard.ranks.replicated import Replicated
 from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Rows, Said
+from holdfast.guard.ranks.shared_state import healthy, take_state, without_help
 from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
@@ -32,15 +34,17 @@ from holdfast.memory.oom import find_out_of_memory, release_memory
 from holdfast.numerics.loss import Terms, check_count
 
 _T = TypeVar("_T")
+_MADE, _FAILED, _BEHIND = range(3)  # how an attempt has gone on a rank; the last: it has not even stepped before
 _REFUSED = {"drop_nonfinite_samples": False, "fuse": False}
 
 
 class Ranks(OneRank):
     """The ranks of a process group, seen from one of them."""
 
-    def __init__(self, model: Replicated) -> None:
+    def __init__(self, model: Replicated, optimizer: Optimizer) -> None:
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
-        self._model = model
+        self._model, self._optimizer = model, optimizer
+        self._is_behind = False  # the optimizer has failed half-way, and the others have stepped
         self._messages = Messages(self.rank, self.world_size)
         self._rows_begun = 0
         self._pending: PendingRow | None = None
@@ -153,15 +157,20 @@ class Ranks(OneRank):
     def begin(self) -> None:
         """Begin an attempt, on all ranks."""
         self._check_here()
-        self._model.begin()
-        self._pending, self._rows, self._before = None, None, self._reference
+        while True:
+            self._model.begin()
+            self._pending, self._rows, self._before = None, None, self._reference
+            if not self._is_behind:
+                return
+            if (hindered := self._unpaid()) is not None:
+                raise without_help(hindered)
+            self._begin_anew(_BEHIND)
 
     def accepts(self, attempt: Attempt) -> bool:
         """Say whether all ranks have made an attempt; False: one could not, and all begin anew."""
         rows = self._rows
         assert rows is not None
-        if (attempt.facts.nonfinite or rows.failed) and any(self._messages.exchange("attempt", value=False)):
-            self._forget()
+        if (attempt.facts.nonfinite or rows.failed) and self._begin_anew(_MADE):
             return False
         self._model.attempt_made()
         self._reference = rows.items / self.world_size
@@ -188,8 +197,7 @@ class Ranks(OneRank):
                 fix="use a smaller batch or model, and start all ranks again.",
                 rule="H401",
             )
-        self._messages.exchange("attempt", value=True)
-        self._forget()
+        self._begin_anew(_FAILED)
 
     def _unpaid(self) -> str | None:
         """Pay; return what is in the way, or None."""
@@ -207,9 +215,29 @@ class Ranks(OneRank):
         self._pending.rows()
         return None
 
-    def _forget(self) -> None:
+    def _begin_anew(self, said: int) -> bool:
+        """Tell the others how an attempt has gone here; return whether all of them make another."""
+        found = self._messages.exchange("attempt", said)
+        if not any(found):
+            return False
         self._model.reset()
         self._reference = self._before
+        self._catch_up([each == _BEHIND for each in found])
+        return True
+
+    # --- an optimizer that fails half-way ---------------------------------------------------------------------
+
+    def falls_behind(self) -> bool:
+        """Note that the optimizer has failed half-way; return whether the state of another rank will be taken."""
+        self._is_behind = True
+        return True
+
+    def _catch_up(self, behind: list[bool]) -> None:
+        """Take the state of a rank that has stepped, where one has not; all of them do so at the same place."""
+        if any(behind):
+            self.spare_memory()
+            take_state(self._optimizer, healthy(behind), self._messages, self._model.group, self._model.device)
+            self._is_behind = False
 
     # --- a batch in parts -------------------------------------------------------------------------------------
 
@@ -259,7 +287,9 @@ class Ranks(OneRank):
 
     def end_epoch(self) -> None:
         """Raise H116 on all ranks if the loader of one has ended and that of another has not."""
-        self._hear(self._begin_row(0.0, 0.0, kind=EPOCH_END).rows())
+        rows = self._begin_row(0.0, 0.0, kind=EPOCH_END, failed=self._is_behind).rows()
+        self._hear(rows)
+        self._catch_up(rows.which_failed())
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -267,7 +297,9 @@ class Ranks(OneRank):
         """Return what a checkpoint holds of each rank, besides what is the same on all."""
         if self.has_left:
             return None
-        return {"reference": self._reference, "each": self._messages.exchange("states", own())}
+        each = self._messages.exchange("states", {**own(), "behind": self._is_behind})
+        self._catch_up([state.pop("behind") for state in each])
+        return {"reference": self._reference, "each": each}
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a checkpoint holds of this rank: its random state and, where that differs, its position."""

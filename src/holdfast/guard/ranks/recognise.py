@@ -35,7 +35,8 @@ def ranks_of(parts: Parts) -> OneRank:
     from holdfast.guard.ranks.ranks import Ranks
     from holdfast.guard.ranks.replicated import Replicated
 
-    return Ranks(Replicated(wrapper))
+    (optimizer,) = parts.optimizers.values()
+    return Ranks(Replicated(wrapper), optimizer)
 
 
 def _refused(what: str) -> PolicyError:

@@ -27,7 +27,7 @@ class Said:
     save: bool = False  # a save is due after this step; what the first rank says counts
     refused: bool = False  # a save was refused; as above
     repeats: bool = False  # what it trains on counts on another rank
-    failed: bool = False  # this rank cannot make this attempt
+    failed: bool = False  # this rank cannot make this attempt, or has not made its last step whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,11 @@ class Rows:
     @property
     def failed(self) -> bool:
         """Return whether a rank could not make this attempt, and knew it before its loss was there."""
-        return any(row[8] for row in self.each)
+        return any(self.which_failed())
+
+    def which_failed(self) -> list[bool]:
+        """Return for each rank whether it could not."""
+        return [bool(row[8]) for row in self.each]
 
     def suspects(self) -> list[int]:
         """Return the ranks that NaN or Inf may come from: those whose own loss is not finite, or else all."""

@@ -53,6 +53,7 @@ class Recovery:
         self._record = session.record
         self._policy = session.policy
         self._failed_half_way_at: int | None = None
+        session.ranks.spare_memory = self._spare_optimizer_memory
 
     # --- steps that left no trace -----------------------------------------------------------------------------
 
@@ -252,10 +253,7 @@ class Recovery:
         """Return to the last good state after an optimizer ran out of memory half-way; return why it was undone."""
         at_step, twice = self._record.global_step, self._failed_half_way_at == self._record.global_step
         self._session.counters.out_of_memory += 1
-        if self._session.ranks.world_size > 1:
-            hindered: str | None = "the other ranks have made this step whole"
-        else:
-            hindered = "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
+        hindered = "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
         if hindered is not None:
             raise self._no_way_back(f"in the middle of step {at_step + 1} ({partial})", hindered)
         self._failed_half_way_at = at_step

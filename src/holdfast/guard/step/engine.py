@@ -385,6 +385,10 @@ class StepEngine:
             clear_exception_frames(failure)
             del failure
             release_memory(self._devices)
+            if self.ranks.falls_behind():
+                self.record.emit(run_events.StateTaken(error=found))
+                self.attempts.drop_unused_state(name)
+                continue
             raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome)
 
     def search_cause(
