@@ -70,6 +70,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "oom_recovery": _STEP,
     "order": ("loader/order",),
     "provenance": _ORIGIN,
+    "ranks": _STEP,
     "recipes": ("guard", "loader", "checkpoint", "memory"),
     "recorder": ("recorder",),
     "run_overhead": ("supervise/observe", "recorder"),

@@ -37,6 +37,7 @@ SCRIPTS = (
     "folklore",
     "evals.not_learning.evaluate",
     "oom_recovery",
+    "ranks",
     "integrations",
     "guided_attention",
     "recipes",
