@@ -7,6 +7,7 @@ a pipe that a forked process holds open would make everybody wait for it.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -136,6 +137,8 @@ if __name__ == "__main__":
 
     assert holdfast.Guard
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # the first one imports what takes a second
+    gc.collect()
+    gc.freeze()  # else each collection in each rank looks through all of torch
     from tests.ranks import harness  # what is pickled there has the name of that module
 
     for line in sys.stdin.buffer:
