@@ -71,6 +71,9 @@ class OneRank:
     def check_undivided(self) -> None:
         """Raise H108 if a step may not be made of several batches."""
 
+    def check_terms(self, terms: Terms) -> None:
+        """Raise H203 for a loss of which ranks cannot make one mean."""
+
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the parts of a batch are run; `shared` follows."""
         return _NOTHING

@@ -83,6 +83,12 @@ class Ranks(OneRank):
         loss, items = terms.total(), terms.items[0]
         if self._is_alone:
             return loss
+        self.check_terms(terms)
+        weight = self._weight(loss.detach(), items, counted=terms.counted)
+        return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
+
+    def check_terms(self, terms: Terms) -> None:
+        """Raise H203 for a loss of several means: ranks weigh it by one number of items."""
         if len(terms.means) > 1:
             raise BatchError(
                 f"loss_fn returned {len(terms.means)} terms",
@@ -90,8 +96,6 @@ class Ranks(OneRank):
                 fix="return one Loss, or the bare sum of the means.",
                 rule="H203",
             )
-        weight = self._weight(loss.detach(), items, counted=terms.counted)
-        return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
     def _weight(self, loss: torch.Tensor, items: Any, *, counted: bool) -> Any:
         """Tell the others of the loss of this rank, and return what its gradient weighs."""
@@ -183,14 +187,7 @@ class Ranks(OneRank):
             parameter.grad = None
         device = self._model.device
         release_memory([] if device.type == "cpu" else [device])
-        try:
-            hindered = self._unpaid()
-        except RuntimeError as error:
-            found_again = find_out_of_memory(error)
-            if found_again is None:
-                raise
-            hindered = f"memory for what the other ranks wait for was refused too ({found_again})"
-        if hindered is not None:
+        if (hindered := self._unpaid()) is not None:
             raise OutOfMemoryError(
                 f"rank {self.rank} ran out of memory ({found})",
                 limit=f"{hindered}; the weights are those of the last step",
@@ -200,11 +197,19 @@ class Ranks(OneRank):
         self._begin_anew(_FAILED)
 
     def _unpaid(self) -> str | None:
-        """Pay; return what is in the way, or None."""
+        """Begin what the others wait for, in NaN; return what is in the way, or None."""
         if self._rows is not None:
             return "all ranks have the gradients of this step already, and the others go on with them"
         if (why := self._model.why_unpayable()) is not None:
             return why
+        try:
+            return self._pay()
+        except RuntimeError as error:
+            if (found := find_out_of_memory(error)) is None:
+                raise
+            return f"memory for what the other ranks wait for was refused too ({found})"
+
+    def _pay(self) -> str | None:
         failed = self._pending is None
         if failed:
             self._model.pay_forward()

@@ -223,13 +223,7 @@ class StepEngine:
         ranks = self.ranks
         if ranks.begin is not None:
             ranks.begin()
-        part = None if work.size is None else self.ladder.plan.samples(work.size)
-        splits = part is not None and part < (work.size or 0)
-        tried_here, may_split = self._safety.check(work, part if splits else None)
-        if tried_here:
-            self.attempts.restore(work)
-        if splits and not may_split:
-            self.ladder.without_split()
+        self._check_split(work)
         while True:
             work.attempts += 1
             failure = None
@@ -284,6 +278,16 @@ class StepEngine:
                 continue  # the same attempt with torch's own kernels: it was not the batch that did not fit
             work.out_of_memory += 1
             self._decide(work, found)
+
+    def _check_split(self, work: Work) -> None:
+        """Find out what holds for the loss function, and split no more if the batch may not be cut."""
+        part = None if work.size is None else self.ladder.plan.samples(work.size)
+        splits = part is not None and part < (work.size or 0)
+        tried_here, may_split = self._safety.check(work, part if splits else None)
+        if tried_here:
+            self.attempts.restore(work)
+        if splits and not may_split:
+            self.ladder.without_split()
 
     def _begin_comparison(self) -> None:
         for device in self._cuda:

@@ -102,11 +102,13 @@ class Passes:
     ) -> Passed:
         if isinstance(loss_fn, TwoPass):
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
+            self._ranks.check_terms(terms)
             return Passed(terms.total().detach(), terms.read()[1][0])
         tried = self._safety.empty_is_tried(loss_fn)
         tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops, empty_is_tried=tried)
         for index, (part, samples) in enumerate(parts):
             terms = self._forward(part, samples, loss_fn)
+            self._ranks.check_terms(terms)
             weights = tally.weigh(terms, part, samples, partial(self._counted, parts[index + 1 :], loss_fn))
             if weights is not None:
                 loss = sum(mean * weight for mean, weight in zip(terms.means, weights, strict=True) if weight)
