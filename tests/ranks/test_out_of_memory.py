@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from holdfast.guard.ranks import ranks, replicated
 
+pytestmark = pytest.mark.slow
 STEPS, WIDTH, LAYERS = 6, 23, 4
 
 
