@@ -176,7 +176,7 @@ class Ranks(OneRank):
         assert rows is not None
         if (attempt.facts.nonfinite or rows.failed) and self._begin_anew(_MADE):
             return False
-        self._model.attempt_made()
+        self._model.end()
         self._reference = rows.items / self.world_size
         self._hear(rows)
         return True
@@ -212,7 +212,6 @@ class Ranks(OneRank):
     def _pay(self) -> str | None:
         failed = self._pending is None
         if failed:
-            self._model.pay_forward()
             self._pending = self._begin_row(math.nan, 1.0, failed=True)
         assert self._pending is not None
         if not self._model.pay_nan() and not failed:
@@ -254,7 +253,6 @@ class Ranks(OneRank):
         """Reduce the gradients of a batch that was run in parts; they count by its items."""
         if self._is_alone:
             return passed
-        self._model.pay_forward()
         weight = self._weight(passed.loss, passed.items, counted=passed.counted)
         if not (isinstance(weight, float) and weight == 1.0):
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], weight)

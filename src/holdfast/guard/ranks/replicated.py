@@ -29,25 +29,32 @@ class Replicated:
         self._wrapper: Any = wrapper  # much of it has no types
         self.group: Any = wrapper.process_group
         self.device: torch.device = next(wrapper.parameters()).device
-        self._began = self._after_row = 0
-        self._usual: int | None = None  # collectives before the row
+        self._broadcasts: bool = wrapper.broadcast_buffers
+        self._after_row = 0
 
     # --- what was begun ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin an attempt, on all ranks."""
+        """Begin an attempt, on all ranks, with the buffers of the first.
+
+        They are sent here, and not by each call of the model: a rank that fails does not know how many others make.
+        """
+        wrapper = self._wrapper
         self.rebuild()
+        wrapper.broadcast_buffers = self._broadcasts
         # A forward pass without gradients, as of an evaluation, leaves the next one without buffers of the others.
-        self._wrapper.require_forward_param_sync = True
-        self._began = self._count()
+        wrapper.require_forward_param_sync = True
+        if wrapper.will_sync_module_buffers():
+            wrapper._sync_buffers()
+        wrapper.broadcast_buffers = False
 
     def row_begun(self) -> None:
         """Note that the row is under way."""
         self._after_row = self._count()
 
-    def attempt_made(self) -> None:
-        """Note that all ranks have made an attempt."""
-        self._usual = self._after_row - 1 - self._began
+    def end(self) -> None:
+        """Let calls of the model send buffers again, as those of an evaluation do."""
+        self._wrapper.broadcast_buffers = self._broadcasts
 
     def _count(self) -> int:
         return int(self.group._get_sequence_number_for_group())
@@ -61,14 +68,6 @@ class Replicated:
         if known and not (hooks and all(hook in _STATELESS for hook in hooks)):
             return f"the communication hook {known!r} may keep what a failed attempt has left"
         return None
-
-    def pay_forward(self) -> None:
-        """Begin what is owed before the row: the buffers of the first rank, for each call of the model."""
-        usual = self._usual
-        while (begun := self._count() - self._began) < (math.inf if usual is None else usual):
-            if not self._wrapper.will_sync_module_buffers() or (usual is None and begun):
-                return
-            self._wrapper._sync_buffers()
 
     def pay_nan(self) -> bool:
         """Begin all reductions of gradients that are owed after the row, of NaN; return whether there were any."""
@@ -133,7 +132,6 @@ class Replicated:
         """Let backward reduce nothing: its gradients are paid at once, when all parts of a batch are through."""
         with self._wrapper.no_sync():
             yield
-        self._wrapper.require_forward_param_sync = True
 
     def rebuild(self) -> None:
         """Let the reducer rebuild its buckets now, if that is due: all ranks do so at the same place.
