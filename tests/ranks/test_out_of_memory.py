@@ -145,32 +145,35 @@ def test_all_of_three_ranks_can_be_short_at_once(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True))
 
 
-def too_large(where, ranks, most):
-    """Say that more samples than that do not fit on these ranks."""
-    return partial(_too_large, where, ranks, most)
+def too_large(where, ranks, most, since=0):
+    """Say that more samples than that do not fit on these ranks, from some step on."""
+    return partial(_too_large, where, ranks, most, since)
 
 
-def _too_large(where, ranks, most, _step, rank, _call, samples):
-    return where if rank in ranks and samples > most else None
+def _too_large(where, ranks, most, since, step, rank, _call, samples):
+    return where if rank in ranks and samples > most and step >= since else None
 
 
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("plain", (8,) * STEPS), ("ragged", (8, 5, 8, 3, 7, 1)), ("hook", (8,) * 4)]
+    ("kind", "sizes", "since"),
+    [
+        ("plain", (8,) * STEPS, 0),
+        ("plain", (8,) * STEPS, 2),
+        ("ragged", (8, 5, 8, 3, 7, 1), 0),
+        ("hook", (8,) * 4, 1),
+    ],
 )
-def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes):
+def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes, since, who):
     """One that splits works alone and pays with its own gradients: the sum is that of whole batches, to rounding."""
-    plans = [too_large(("backward", 1), (1,), 4), too_large("early", (0, 1), 3)]
-    policy = {"recompute": False}
-    ends = all_returned(run_ranks(undisturbed_and, 2, tmp_path, kind, plans, policy, sizes, limit_seconds=60.0))
-    of_first = [found for found, _, _ in ends[0]]
-    for rank, ((undisturbed, _, whole), one, both) in enumerate(ends):
+    plans, policy = [too_large(("backward", 2), who, 4, since)], {"recompute": False}
+    ends = all_returned(run_ranks(undisturbed_and, 3, tmp_path, kind, plans, policy, sizes, limit_seconds=60.0))
+    for rank, ((undisturbed, _, whole), (found, _, parts)) in enumerate(ends):
         assert whole == [*sizes]
-        assert one[2] == [min(size, 4) if rank else size for size in sizes]
-        assert both[2] == [min(size, 2) for size in sizes]
-        for (found, _, _), first in zip((one, both), of_first[1:], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(found[:-1], first[:-1], strict=True))
-            for a, b in zip(undisturbed[:-1], found[:-1], strict=True):
-                assert (a - b).norm() <= (2e-3 if kind == "hook" else 2e-6) * a.norm()
+        assert parts == [min(n, 4) if rank in who and at >= since else n for at, n in enumerate(sizes)]
+        for a, b, of_first in zip(undisturbed[:-1], found[:-1], ends[0][1][0], strict=False):
+            assert torch.equal(b, of_first)
+            assert (a - b).norm() <= (2e-3 if kind == "hook" else 2e-6) * a.norm()
 
 
 def any_plan(seed):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,43 +79,35 @@ class Replicated:
         return bool(owed)
 
     def pay_own(self) -> None:
-        """Reduce the gradients that this rank has; they are then those of all ranks."""
-        reducer, share = self._wrapper.reducer, 1.0 / self.group.size()
-        buckets = reducer._get_zeros_like_grad_buckets()
-        pairs = [pair for each in buckets for pair in zip(each.parameters(), each.gradients(), strict=True)]
-        for parameter, place in pairs:
-            if parameter.grad is not None:
-                # Divided as the reducer does it; a hook divides by itself.
-                torch.mul(parameter.grad, 1.0 if self._wrapper._comm_hooks else share, out=place)
-        used = self._reduce(buckets)
-        for parameter, place in pairs:
-            parameter.grad = place.clone()
-        if used is None:
-            reducer._push_all_rebuilt_params()
-            return
-        for parameter, ranks in zip(self._trained(), used.tolist(), strict=True):
-            parameter.grad = parameter.grad if ranks else None
-        # Marks of the passes that were run alone stay otherwise, and the next step takes them for its own.
-        reducer._reset_state()
+        """Reduce the gradients that this rank has; they are then those of all ranks.
 
-    def _reduce(self, buckets: list[Any]) -> torch.Tensor | None:
-        """Return on how many ranks each parameter has a gradient, where that may differ."""
-        wrapper, used = self._wrapper, None
+        They are given to the reducer as a backward pass would give them: which of them lie in which bucket only it
+        knows for sure.
+        """
+        reducer, parameters = self._wrapper.reducer, [p for p in self._trained() if p.grad is not None]
+        gradients = [parameter.grad for parameter in parameters]
+        reducer.prepare_for_forward()
+        outputs = []
+        if self._wrapper.find_unused_parameters:
+            with torch.enable_grad():  # it looks from here for what is used
+                outputs = [torch.stack([p.reshape(-1)[0].double() for p in parameters]).sum()]
+        reducer.prepare_for_backward(outputs)
+        for parameter in parameters:
+            parameter.grad = None
+        with _without_hooks(parameters):  # they have seen these gradients, part by part
+            torch.autograd.backward(parameters[::-1], gradients[::-1])
+
+    def _reduce(self, buckets: list[Any]) -> None:
+        wrapper = self._wrapper
         if wrapper._comm_hooks:
             ((hook, state),) = wrapper._comm_hooks
             sent = [hook(state, bucket) for bucket in buckets]
         else:
             sent = [self._begin_sum(each.buffer()) for each in buckets]
         if wrapper.find_unused_parameters:
-            given = [p.grad is not None for p in self._trained()]
-            used = torch.tensor(given, dtype=torch.int32, device=self.device)
-            self._begin_sum(used).wait()
-        for bucket, work in zip(buckets, sent, strict=True):
+            sent.append(self._begin_sum(torch.zeros(len(self._trained()), dtype=torch.int32, device=self.device)))
+        for work in sent:
             work.wait()
-            if wrapper._comm_hooks:
-                value = work.value()
-                bucket.buffer().copy_(value[0] if isinstance(value, list) else value)
-        return used
 
     def _begin_sum(self, tensor: torch.Tensor) -> Any:
         return distributed.all_reduce(tensor, group=self.group, async_op=True)
@@ -162,3 +154,16 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             raise RuntimeError(f"{func} needs the other ranks, and this one makes the step again by itself")
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    held = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    kept = [dict(hooks) for hooks in held]
+    for hooks in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(held, kept, strict=True):
+            hooks.update(own)
