@@ -73,7 +73,12 @@ class Cursor:
             return _EXACT
         if self._stateful:
             return _OWN
-        return _ONCE if isinstance(self._loader, Iterator) else _REPLAY
+        return _REPLAY if self.goes_back else _ONCE
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether batches can be asked for again."""
+        return self._stateful or not isinstance(self._loader, Iterator)
 
     def begin(self, state: RandomState | None) -> Iterator[Any]:
         """Return an iterator over the batches from here to the end of the epoch.

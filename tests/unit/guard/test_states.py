@@ -344,3 +344,40 @@ def test_an_object_that_does_not_take_its_state_back_is_named():
     assert keeper.put_back() == ["deaf", "loud", "mute"]
     assert objects["fine"].hidden is None
     assert objects["fine"].seen == []
+
+
+def test_streams_side_by_side_are_split_although_their_rows_are_numbered(tmp_path):
+    """Time first, as torch's word_language_model has it: row numbers are no labels that samples could share."""
+    model, carried = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 7)), nn.Module()
+    carried.register_buffer("h", torch.zeros(8, 7))
+    rows, none = torch.arange(8), torch.zeros(8, dtype=torch.bool)
+    targets = torch.randint(7, (6, 10, 8))
+    chunks = [(torch.randn(10, 8, 4), targets[at], rows, none if at else ~none) for at in range(6)]
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), loader=chunks,
+        state={"carried": carried}, split=(1, 1, 0, 0),
+    )  # fmt: skip
+
+    def loss(batch):
+        x, y, at, new = batch
+        if guard.global_step >= 2 and len(at) > 5:
+            torch.empty(2**50, dtype=torch.uint8)
+        out = model(x) + carried.h[at].masked_fill(new[:, None], 0.0)
+        carried.h[at] = out[-1].detach()
+        return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+    assert [guard.step(batch, loss).micro_batch_size for batch in guard.batches(max_epochs=1)] == [8, 8, 4, 4, 4, 4]
+
+
+def test_an_iterator_cannot_go_back_with_the_weights(tmp_path):
+    """An optimizer fails half-way: the state of the checkpoint is back, later batches follow, and that is said."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    batches = iter(torch.randn(20, 4, 1).unbind())
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=3)
+    fails = iter([False] * 5 + [True] + [False] * 20)
+    optimizer.register_step_post_hook(lambda *_: torch.empty(2**50, dtype=torch.uint8) if next(fails) else None)
+    for batch in guard.batches(max_steps=8):
+        guard.step(batch, lambda x: (model(x) - x).square().mean())
+    (back,) = [event.data for event in guard.events() if event.kind == "roll_back"]
+    assert (back["promise"], back["rewind_data"]) == ("changes training", False)

@@ -257,7 +257,9 @@ class Recovery:
         if hindered is not None:
             raise self._no_way_back(f"in the middle of step {at_step + 1} ({partial})", hindered)
         self._failed_half_way_at = at_step
+        cursor = self._session.cursor
         promise: Promise = "changes training"
+        rewind_data = rewind_data and cursor is not None and cursor.goes_back
         if rewind_data:  # the steps are made again, one tensor at a time if they were not before
             promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
         self._record.emit(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
