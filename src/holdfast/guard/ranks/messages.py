@@ -33,7 +33,7 @@ _guards = itertools.count()  # the same on all ranks, which make the same guards
 
 
 class Messages:
-    """Carries values between the ranks, and tells of the first that failed."""
+    """Carries values between the ranks, and the text of the first error."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._ranks = rank, range(world_size)

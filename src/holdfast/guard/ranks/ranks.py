@@ -50,6 +50,7 @@ class Ranks(OneRank):
         self._pending: PendingRow | None = None
         self._rows: Rows | None = None  # of the last step
         self._reference: float | None = None  # items of a rank that a loss is measured by; the same on all
+        self._before: float | None = None  # as that, before this step
         self._counted = False  # the items of this step must be whole
         self._is_alone = False
         self._stop: _Stop | None = None
@@ -368,6 +369,7 @@ class Ranks(OneRank):
         """Tell the others of an error that leaves the guard; return that of another rank, if that is behind it."""
         if self.has_left:
             return None
+        self._model.end()
         behind = None if isinstance(error, RankError) else self._messages.lost(error)
         self._messages.publish(behind or error)
         return behind

@@ -242,15 +242,17 @@ class Attempts:
         if work.size is None or plan.samples(work.size) == work.size:
             return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
         pieces = self._cut(work.batch, work.size, work.split, plan)
-        return self._passes.parted(
-            pieces,
-            work.size,
-            work.loss_fn,
-            work.parameters,
-            work.inputs,
-            batch=work.batch,
-            drops=drops and self._drops,
-        )
+        with self._ranks.apart():
+            passed = self._passes.parted(
+                pieces,
+                work.size,
+                work.loss_fn,
+                work.parameters,
+                work.inputs,
+                batch=work.batch,
+                drops=drops and self._drops,
+            )
+        return self._ranks.shared(passed, work.parameters)
 
     def _cut(self, batch: Any, size: int, split: Split, plan: Plan) -> list[tuple[Any, int]]:
         return micro_batches(batch, size, plan.samples(size), split, smallest=self.safety.smallest_part())

@@ -85,21 +85,6 @@ class Passes:
         Returns:
             As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
         """
-        with self._ranks.apart():
-            passed = self._parted(parts, size, loss_fn, parameters, inputs, batch, drops=drops)
-        return self._ranks.shared(passed, parameters)
-
-    def _parted(
-        self,
-        parts: _Parts,
-        size: int,
-        loss_fn: LossFunction,
-        parameters: Sequence[torch.Tensor],
-        inputs: Inputs,
-        batch: Any,
-        *,
-        drops: bool,
-    ) -> Passed:
         if isinstance(loss_fn, TwoPass):
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
             self._ranks.check_terms(terms)
