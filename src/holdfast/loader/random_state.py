@@ -62,7 +62,7 @@ def restore(state: RandomState) -> None:
     if _numpy_state() is not state.numpy:
         np.random.set_state(state.numpy)
         _seen = b"", None  # the half of a pair that came back with it does not show in the raw memory
-    torch.set_rng_state(state.cpu)
+    _set_torch_state(state.cpu)
     for name, device_state in state.devices.items():
         device = torch.device(name)
         module = torch.get_device_module(device)
@@ -121,7 +121,7 @@ def _numpy_state() -> Any:
     return _seen[1]
 
 
-_torch_state = torch.default_generator.get_state
+_torch_state, _set_torch_state = torch.default_generator.get_state, torch.default_generator.set_state
 _seed_torch = torch.default_generator.manual_seed
 
 

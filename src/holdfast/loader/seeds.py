@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_GAMMA, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GAMMA, _FIRST_FACTOR, _SECOND_FACTOR = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_1, _27, _30, _31 = map(np.uint64, (1, 27, 30, 31))  # made once: a batch takes one call
 _MASK = 2**64 - 1
 
 
@@ -22,14 +23,14 @@ def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     The constants are those of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), as
     published by Vigna. Each counter costs the same, whichever it is.
     """
-    state = counters + np.uint64(1)
-    state *= np.uint64(_GAMMA)
+    state = counters + _1
+    state *= _GAMMA
     state += np.uint64(key & _MASK)
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(_FIRST_FACTOR)
-    state ^= state >> np.uint64(27)
-    state *= np.uint64(_SECOND_FACTOR)
-    state ^= state >> np.uint64(31)
+    state ^= state >> _30
+    state *= _FIRST_FACTOR
+    state ^= state >> _27
+    state *= _SECOND_FACTOR
+    state ^= state >> _31
     return state
 
 
@@ -67,8 +68,9 @@ class SampleSeeds:
         """Return the seeds of samples in an epoch."""
         if epoch != self._epoch:
             self._epoch, self._key = epoch, derive_seed(self._seed, epoch, "samples")
-        if any(not hasattr(index, "__index__") or getattr(index, "ndim", 0) for index in indices):
+        usual = set(map(type, indices)) == {int}
+        if not usual and any(not hasattr(index, "__index__") or getattr(index, "ndim", 0) for index in indices):
             many = len(indices) > 1
             return [self.of(epoch, each) if many else derive_seed(self._seed, epoch, each) for each in indices]
         counters = np.array([int(index) & _MASK for index in indices], dtype=np.uint64)
-        return (random_bits(counters, self._key) >> np.uint64(1)).tolist()  # type: ignore[no-any-return]
+        return (random_bits(counters, self._key) >> _1).tolist()  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple, final
 
 from holdfast.loader.order.orders import Order
@@ -81,7 +81,8 @@ class Plan:
                 return
             begin, stop = share.start, share.stop
             indices = tuple(self._at(epoch, begin, stop))
-            spares = tuple(_until(SPARES, self._following(epoch, stop, most), bad))
+            following = self._following(epoch, stop, most, _PART if bad else SPARES)
+            spares = tuple(_until(SPARES, following, bad) if bad else islice(following, SPARES))
             known = tuple(index for index in (*indices, *spares) if key_of(index) in bad) if bad else ()
             repeats = isinstance(self.order, Sampled) and self.order.repeats
             first = begin << _PLACES * self.of_batches if repeats else None
@@ -96,9 +97,9 @@ class Plan:
         found: list[Any] = self.order.indices(self.seed, epoch, start, stop)
         return [index for batch in found for index in batch] if self.of_batches else found
 
-    def _following(self, epoch: int, stop: int, most: int) -> Iterator[Any]:
+    def _following(self, epoch: int, stop: int, most: int, part: int) -> Iterator[Any]:
         """Yield the indices from here to the end of the epoch, and then those from its beginning on."""
-        part = 1 if self.of_batches else _PART
+        part = 1 if self.of_batches else part
         for begin, end in ((stop, most), (0, most)):
             for first in range(begin, end, part):
                 yield from self._at(epoch, first, min(first + part, end))
@@ -126,7 +127,7 @@ def _until(many: int, following: Iterable[Any], bad: Collection[Any]) -> list[An
     found = []
     for index in following:
         found.append(index)
-        many -= not bad or key_of(index) not in bad
+        many -= key_of(index) not in bad
         if many <= 0:
             break
     return found

@@ -25,7 +25,7 @@ from holdfast.core.containers import children_of
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.plan import Entry
 from holdfast.loader.quarantine import key_of, last_line
-from holdfast.loader.random_state import LazySeeding, isolated
+from holdfast.loader.random_state import LazySeeding, capture, restore
 from holdfast.loader.seeds import SampleSeeds, derive_seed
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import COLLATING, NUMBER, PLACE, Board, Cells, Showing, has_ended
@@ -193,12 +193,15 @@ class Fetcher(Dataset[Any]):
             if entry.control is not None and not Showing(*cells).has_worked:
                 self._show_that_it_works(entry, entry.control, cells)
         began = time.perf_counter()
-        # In a worker the random state is nobody's.
-        with isolated() if cells is None else contextlib.nullcontext():
+        before = None if cells is not None else capture()  # in a worker the random state is nobody's
+        try:
             batch, report = self._make(entry, cells)
+        finally:
+            if before is not None:
+                restore(before)
         if cells is not None:
             has_ended(cells)
-        return batch, tuple(report._replace(seconds=time.perf_counter() - began, draws=self._lazy.draws))
+        return batch, (*report[:5], time.perf_counter() - began, report.state, self._lazy.draws)
 
     def _cells(self) -> Cells:
         if self.board is not None and self._own_cells is None:
