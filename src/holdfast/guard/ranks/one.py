@@ -68,9 +68,6 @@ class OneRank:
 
     # --- a step ---------------------------------------------------------------------------------------------
 
-    def check_undivided(self) -> None:
-        """Raise H108 if a step may not be made of several batches."""
-
     def check_terms(self, terms: Terms) -> None:
         """Raise H203 for a loss of which ranks cannot make one mean."""
 
@@ -78,8 +75,8 @@ class OneRank:
         """Return a context in which the parts of a batch are run; `shared` follows."""
         return _NOTHING
 
-    def shared(self, passed: Passed, parameters: Sequence[torch.Tensor]) -> Passed:
-        """Reduce the gradients of a batch that was run in parts; they count by its items."""
+    def shared(self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False) -> Passed:
+        """Reduce the gradients of a batch that was run in parts; they count by its items, or alike if `added`."""
         return passed
 
     def alone(self) -> contextlib.AbstractContextManager[None]:

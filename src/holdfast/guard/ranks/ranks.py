@@ -153,10 +153,6 @@ class Ranks(OneRank):
         self._stop.hear(rows)
         self._saves.hear(rows)
 
-    def check_undivided(self) -> None:
-        """Raise H108: what each rank adds up is not known to the others."""
-        raise _not_yet("a step over several batches")
-
     # --- an attempt that one rank cannot make -----------------------------------------------------------------
 
     def begin(self) -> None:
@@ -250,11 +246,11 @@ class Ranks(OneRank):
         """Return a context in which the parts of a batch are run; `shared` follows."""
         return self._model.apart()
 
-    def shared(self, passed: Passed, parameters: Sequence[torch.Tensor]) -> Passed:
-        """Reduce the gradients of a batch that was run in parts; they count by its items."""
+    def shared(self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False) -> Passed:
+        """Reduce the gradients of a batch that was run in parts; they count by its items, or alike if `added`."""
         if self._is_alone:
             return passed
-        weight = self._weight(passed.loss, passed.items, counted=passed.counted)
+        weight = self._weight(passed.loss, 1 if added else passed.items, counted=passed.counted)
         if not (isinstance(weight, float) and weight == 1.0):
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], weight)
         self._model.pay_own()

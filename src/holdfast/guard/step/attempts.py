@@ -259,7 +259,6 @@ class Attempts:
 
     def _over_window(self, work: Work, window: Window, plan: Plan) -> Passed:
         """Run all batches of a window, each whole or cut as the plan says."""
-        self._ranks.check_undivided()
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:
             size = None if work.size is None else self.safety.size_of(batch, work.split)
@@ -269,11 +268,15 @@ class Attempts:
                 cut.append(self._cut(batch, size, work.split, plan))
         parts = [part for batch in cut for part in batch]
         if len(window) == len(parts) == 1:
-            return self._passes.whole(*parts[0], work.loss_fn, work.inputs)
-        if not window.added:
-            samples = sum(samples for _, samples in parts)
-            return self._passes.parted(parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False)
-        return self._passes.added(cut, work.loss_fn, work.inputs)
+            (batch, size), shared = parts[0], window.added and self._ranks.world_size > 1
+            return self._passes.whole(batch, None if shared else size, work.loss_fn, work.inputs)
+        with self._ranks.apart():
+            if window.added:
+                passed = self._passes.added(cut, work.loss_fn, work.inputs)
+            else:
+                samples = sum(samples for _, samples in parts)
+                passed = self._passes.parted(parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False)
+        return self._ranks.shared(passed, work.parameters, added=window.added)
 
     def groups(self, names: Sequence[str]) -> list[Group]:
         """Return the parameter groups of these optimizers, as far as they have gradients, each parameter once."""
