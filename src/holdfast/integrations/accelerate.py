@@ -17,6 +17,7 @@ guard has learnt, are in its own checkpoints only.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -84,7 +85,8 @@ class _Order:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         found = loader.get_sampler() if hasattr(loader, "get_sampler") else getattr(loader, "sampler", None)
-        self.generator = getattr(found, "generator", None)
+        # The sampler of several processes lies deeper, and they draw its order alike.
+        self.generator = getattr(loader, "synchronized_generator", None) or getattr(found, "generator", None)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration have the order of an epoch."""
@@ -113,23 +115,32 @@ class AcceleratedGuard(Guard):
         return super().step(batch, loss_fn, **named)
 
 
-class _Ends:
-    """Put before a schedule of so many steps, it lets it stay at its end, as Accelerate does, and raise nothing."""
+class _AsPrepared:
+    """Put before the class of a schedule, it lets it advance as a prepared one does.
 
+    It counts the steps of all processes, unless these share each batch, and one of so many steps stays at its end.
+    """
+
+    _holdfast_advances: int
     _step_count: int
-    total_steps: int
+    total_steps: float = math.inf
 
     def step(self, *args: Any) -> None:
         """Advance, unless the end is reached."""
-        if self._step_count <= self.total_steps:
-            super().step(*args)  # type: ignore[misc]
+        for _ in range(self._holdfast_advances):
+            if self._step_count <= self.total_steps:
+                super().step(*args)  # type: ignore[misc]
 
 
-def _schedule(given: Any) -> Any:
+def _schedule(given: Any, processes: int) -> Any:
     """Return the scheduler inside a prepared one."""
     inner = getattr(given, "scheduler", given)
-    if inner is not given and hasattr(inner, "total_steps") and not isinstance(inner, _Ends):
-        inner.__class__ = type(type(inner).__name__, (_Ends, type(inner)), {})
+    if inner is given or isinstance(inner, _AsPrepared):
+        return inner
+    advances = 1 if given.split_batches or not given.step_with_optimizer else processes
+    if advances > 1 or hasattr(inner, "total_steps"):
+        inner._holdfast_advances = advances
+        inner.__class__ = type(type(inner).__name__, (_AsPrepared, type(inner)), {})
     return inner
 
 
@@ -159,8 +170,8 @@ def accelerate_guard(
         **overrides: Fields of the policy, such as ``max_grad_norm``; ``state``, ``split`` and ``clock`` of `Guard`.
 
     Raises:
-        PolicyError: H105 for an object of the wrong kind, H108 for several processes, H111 for an engine or a setting
-            that cannot be guarded, H109 for a policy with another precision; H1xx as `Guard`.
+        PolicyError: H105 for an object of the wrong kind, H108 for several processes without
+            ``DistributedDataParallel``, H111 for an engine or a setting that cannot be guarded, H109 for a policy with another precision; H1xx as `Guard`.
     """
     own = {name: overrides.pop(name) for name in ("state", "split", "clock") if name in overrides}
     found = agreed(Policy.of(policy, **overrides), "Accelerator", {"precision": check_accelerator(accelerator)})
@@ -175,11 +186,9 @@ def accelerate_guard(
         found = found.replace(scheduler_interval=None)
     guard = AcceleratedGuard(
         Path(accelerator.project_dir, "holdfast") if run_dir is None else run_dir,
-        model=_each(
-            model, lambda given: accelerator.unwrap_model(given, keep_fp32_wrapper=True, keep_torch_compile=True)
-        ),
+        model=_each(model, lambda given: _model(given, accelerator)),
         optimizer=_each(optimizer, lambda given: getattr(given, "optimizer", given)),
-        scheduler=_each(scheduler, _schedule),
+        scheduler=_each(scheduler, lambda given: _schedule(given, accelerator.num_processes)),
         loader=_loader(loader, accelerator) if isinstance(loader, Iterable) else loader,
         policy=found,
         **own,
@@ -194,6 +203,12 @@ def _each(given: Any, unwrapped: Any) -> Any:
     if isinstance(given, Mapping):
         return {name: unwrapped(each) for name, each in given.items()}
     return None if given is None else unwrapped(given)
+
+
+def _model(given: Any, accelerator: Any) -> Any:
+    if isinstance(given, torch.nn.parallel.DistributedDataParallel):
+        return given  # the ranks need the wrapper
+    return accelerator.unwrap_model(given, keep_fp32_wrapper=True, keep_torch_compile=True)
 
 
 def _loader(loader: Iterable[Any], accelerator: Any) -> Iterable[Any]:

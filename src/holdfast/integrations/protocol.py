@@ -78,11 +78,11 @@ def check_accelerator(accelerator: Any) -> str:
     Asked for fp16 on a CPU it computes in fp32, without a word.
 
     Raises:
-        PolicyError: H108 for several processes, H111 for an engine that owns the optimizer or another precision.
+        PolicyError: H111 for an engine that owns the optimizer, as all but ``DistributedDataParallel`` do, or another
+            precision.
     """
-    check_one_process(accelerator.num_processes, "num_processes")
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind != "NO":
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise excluded(
             f"distributed_type={kind}",
             "such an engine runs backward and the optimizer itself, so that a step cannot be taken back",
