@@ -335,9 +335,5 @@ def test_several_devices_are_refused(tmp_path: Path) -> None:
         state._shared_state["distributed_type"] = DistributedType.DEEPSPEED
         with pytest.raises(PolicyError, match="DEEPSPEED"):
             trainer.train()
-        state._shared_state["distributed_type"] = usual
-        state._shared_state["num_processes"] = 2
-        with pytest.raises(PolicyError, match="num_processes=2"):
-            trainer.train()
     finally:
-        state._shared_state["distributed_type"], state._shared_state["num_processes"] = usual, 1
+        state._shared_state["distributed_type"] = usual

@@ -88,7 +88,8 @@ def accelerated_by_itself_and_guarded(rank, run, world_size, accumulate):
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 2)])
 def test_accelerate_on_several_ranks_trains_as_by_itself(tmp_path, world_size, accumulate):
     """Dropout, shuffling, clipping, a schedule that counts all processes, windows: bit for bit."""
-    ends = run_ranks(accelerated_by_itself_and_guarded, world_size, tmp_path, world_size, accumulate, limit_seconds=60)
+    given = world_size, accumulate
+    ends = run_ranks(accelerated_by_itself_and_guarded, world_size, tmp_path, *given, limit_seconds=60)
     for (of_itself, rate), (found, guarded_rate) in all_returned(ends):
         assert rate == guarded_rate
         assert torch.equal(of_itself, found) or (accumulate > 1 and torch.allclose(of_itself, found, rtol=1e-5))
@@ -114,3 +115,60 @@ def test_accelerate_resumes_and_skips_on_all_ranks(tmp_path):
     for (whole, _, skipped), (resumed, _, then_skipped) in zip(train("a", (3,)), train("b", (1, 3)), strict=True):
         assert torch.equal(whole, resumed)
         assert (skipped.count(True), then_skipped.count(True)) == (3, 2)
+
+
+def in_trainers(rank, run, kinds, make_model, settings):
+    """Train with these kinds of a Trainer, one after the other; one that saves goes on from what it finds."""
+    transformers = pytest.importorskip("transformers")
+    from accelerate.state import AcceleratorState, GradientState
+    from tests.integrations import hugging_face
+
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    as_torchrun(rank, torch.distributed.get_world_size())
+    # On several ranks without a device the Trainer asks torch.load for "cpu:0", which torch does not know.
+    torch.serialization.register_package(0, lambda _: None, lambda data, where: data if where == "cpu:0" else None)
+    found = []
+    for number, (guarded, steps) in enumerate(kinds):
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
+        transformers.set_seed(rank)
+        trainer = hugging_face.make_trainer(
+            HoldfastTrainer if guarded else transformers.Trainer,
+            run / (f"{number}" if settings.get("save_strategy", "no") == "no" else "same"),
+            getattr(hugging_face, make_model)(),
+            hugging_face.samples(48),
+            max_steps=steps,
+            ddp_backend="gloo",
+            **settings,
+        )
+        trainer.train(resume_from_checkpoint="save_strategy" in settings)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((hugging_face.digest(trainer.model), losses))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}])
+def test_a_trainer_on_several_ranks_trains_as_by_itself(tmp_path, settings):
+    """Tokens counted over all ranks, or means of each; dropout and accumulation: bit for bit."""
+    kinds = [(False, 6), (True, 6)]
+    ends = run_ranks(in_trainers, 2, tmp_path, kinds, "make_gpt2", settings, limit_seconds=90)
+    for (of_itself, losses), (found, of_guarded) in all_returned(ends):
+        assert (found, of_guarded) == (of_itself, losses)
+
+
+def test_a_trainer_resumes_on_several_ranks(tmp_path):
+    """Two parts are one run, also where the newest checkpoint is damaged: all take the one before."""
+    saves = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+
+    def train(name, kinds):
+        return all_returned(run_ranks(in_trainers, 2, tmp_path / name, kinds, "make_gpt2", saves, limit_seconds=90))
+
+    whole = train("whole", [(True, 6)])
+    train("parts", [(True, 4)])
+    (state,) = (tmp_path / "parts" / "same" / "checkpoint-4").glob("rng_state_1*")
+    data = bytearray(state.read_bytes())
+    data[len(data) // 2] ^= 1
+    state.write_bytes(data)
+    assert train("parts", [(True, 6)]) == whole
+    assert (tmp_path / "parts" / "same" / "damaged-checkpoint-4").is_dir()

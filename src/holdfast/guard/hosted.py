@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -179,9 +179,11 @@ class HostedGuard(Guard):
         """
         self._recovery.after_refused_save(why)
 
-    def trying(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
         """Return a context in which the models are in evaluation, without gradients, and leave no trace."""
-        return evaluating(list(self._parts.models.values()), self._parts.devices())
+        with self._ranks.alone(), evaluating(list(self._parts.models.values()), self._parts.devices()):
+            yield
 
     def validated(self, loss: float | torch.Tensor) -> None:
         """Take in the loss of an evaluation, lower being better; schedulers are the framework's to drive."""

@@ -171,7 +171,8 @@ def accelerate_guard(
 
     Raises:
         PolicyError: H105 for an object of the wrong kind, H108 for several processes without
-            ``DistributedDataParallel``, H111 for an engine or a setting that cannot be guarded, H109 for a policy with another precision; H1xx as `Guard`.
+            ``DistributedDataParallel``, H111 for an engine or a setting that cannot be guarded, H109 for a policy
+            with another precision; H1xx as `Guard`.
     """
     own = {name: overrides.pop(name) for name in ("state", "split", "clock") if name in overrides}
     found = agreed(Policy.of(policy, **overrides), "Accelerator", {"precision": check_accelerator(accelerator)})

@@ -14,12 +14,13 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.checkpoint.seal import begin, check, seal
 from holdfast.core.durable import write_file
 from holdfast.integrations.protocol import Emit, attempt_save, checkpoints_in, load, newest_checkpoint
 
+_T = TypeVar("_T")
 _log = logging.getLogger("holdfast")
 NAME = re.compile(r"checkpoint-(\d+)")
 _STATE_FILE = "holdfast_state.json"
@@ -55,10 +56,34 @@ def last_good_checkpoint(folder: str | os.PathLike[str], run_dir: str | os.PathL
     return None if good is None else str(good)
 
 
-def resumable(asked: Any, output_dir: str, run_dir: str | None = None) -> Any:
+def resumable(trainer: Any, asked: Any, run_dir: str | None = None) -> Any:
     """Return what the Trainer shall resume from, verified; it is asked for as ``resume_from_checkpoint``."""
     if not asked:
         return asked
+    if not trainer.is_world_process_zero():
+        _on_all(lambda: None)  # the first process moves aside what is damaged
+        return _resumable(asked, trainer.args.output_dir, run_dir)
+    return _on_all(lambda: _resumable(asked, trainer.args.output_dir, run_dir))
+
+
+def _on_all(act: Callable[[], _T]) -> _T:
+    """Do this process' part of what all processes do; raise its error after the others have heard of it."""
+    failed, done = None, None
+    try:
+        done = act()
+    except Exception as error:  # noqa: BLE001 - raised below
+        failed = error
+    text = None if failed is None else f"{type(failed).__name__}: {failed}"
+    texts = load("accelerate.utils").gather_object([text])
+    if failed is not None:
+        raise failed
+    for rank, other in enumerate(texts):
+        if other is not None:
+            raise OSError(f"rank {rank} has failed: {other}")
+    return done  # type: ignore[return-value] # of act
+
+
+def _resumable(asked: Any, output_dir: str, run_dir: str | None) -> Any:
     if asked is True:
         good, folder = last_good_checkpoint(output_dir, run_dir), output_dir
     else:
@@ -80,6 +105,8 @@ def save_sealed(
 ) -> bool:
     """Have a Trainer write a checkpoint between the mark and the seal; older ones go only after that.
 
+    All processes write their part; the first one marks, seals and deletes.
+
     Args:
         trainer: Its ``args`` and ``state`` are used.
         folder: Where it writes.
@@ -91,14 +118,19 @@ def save_sealed(
         Whether it was saved.
     """
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+    writes = trainer.is_world_process_zero()
 
     def undo() -> None:
         trainer.state.best_model_checkpoint = best
-        shutil.rmtree(folder, ignore_errors=True)
+        if writes:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def save() -> None:
-        begin(folder)
-        write()
+        _on_all(lambda: begin(folder) if writes else None)
+        _on_all(write)
+        _on_all(finish if writes else lambda: None)
+
+    def finish() -> None:
         if carried is not None:
             write_file(folder / _STATE_FILE, json.dumps(carried).encode())
         seal(folder, global_step=trainer.state.global_step, unix_seconds=time.time())

@@ -93,7 +93,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             HoldfastError: H307 or H312 for checkpoints, H401, H402, H501 or H503 for steps.
         """
         _check_supported(self)
-        resume_from_checkpoint = resumable(resume_from_checkpoint, self.args.output_dir, self._holdfast_run_dir)
+        resume_from_checkpoint = resumable(self, resume_from_checkpoint, self._holdfast_run_dir)
         self._holdfast_resumed, self._holdfast_trial = resume_from_checkpoint, trial
         self._holdfast_loader, self._holdfast_position, self._holdfast_indices = None, None, []
         self._holdfast_saved_at = None
@@ -197,7 +197,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         try:
             result = guard.step(self._holdfast_loss.window(window, num_items_in_batch, guard), self._holdfast_loss)
         except OutOfMemoryError:
-            self._holdfast_keep(model)  # the weights are those of the last step
+            self._holdfast_keep_if_alone(model)  # the weights are those of the last step
             raise
         self._holdfast_position = None  # what was handed out is trained
         self.optimizer._is_overflow = result.skipped  # so that the schedule stays where it is
@@ -243,6 +243,11 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             if save_sealed(self, folder, lambda: write(model, trial), carried, emit):
                 self._holdfast_saved_at = step
 
+    def _holdfast_keep_if_alone(self, model: torch.nn.Module) -> None:
+        """Save what is left after an error; others of several processes do not come to save it with this one."""
+        if self.accelerator.num_processes == 1:
+            self._holdfast_keep(model)
+
     def _holdfast_keep(self, model: torch.nn.Module) -> None:
         """Save before training ends, unless these weights were saved or nothing shall be."""
         step, resumed = self.state.global_step, self._holdfast_resumed
@@ -261,7 +266,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             return super()._evaluate(*rest, **named)
         except Exception as error:
             if self.holdfast_guard is not None and find_out_of_memory(error) is not None:
-                self._holdfast_keep(self.model_wrapped)  # the weights are those of the last step
+                self._holdfast_keep_if_alone(self.model_wrapped)  # the weights are those of the last step
             raise
 
     def _load_best_model(self) -> None:
@@ -398,12 +403,13 @@ class _TrainerLoss:
     def _cut(self, batches: Sequence[Any]) -> None:
         """Take in that samples were taken out of the window."""
         self._batches = len(batches)
-        if self._items is not None:
+        if self._items is not None and self._trainer.accelerator.num_processes == 1:  # else all would have to count
             self._items = self._trainer._get_num_items_in_batch(list(batches), self._trainer.args.device)
 
     def __call__(self, batch: Any) -> Any:
         """Return the loss of one batch, or of a part of one, as it goes into the step."""
-        loss = self._compute(batch, self._items)
+        # A mean that is no share of the items must not be multiplied by the number of processes, as a share is.
+        loss = self._compute(batch, None if self._uses_items is False else self._items)
         mean_of_means = self._items is None and self._trainer.compute_loss_func is None
         return loss / self._batches if mean_of_means else loss
 
