@@ -520,12 +520,12 @@ def evaluate(model: Model, strike: Callable[[], Any]) -> None:
             strike()
 
 
-# --- two ranks --------------------------------------------------------------------------------------------------
+# --- several ranks ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfRanks:
-    """What rank 1 of 2 does while rank 0 waits for it."""
+    """What one of several ranks does while the others wait for it."""
 
     act: Callable[[Path], Any]
     kind: str
@@ -537,6 +537,10 @@ def leave(_: Path) -> None:
     if os.fork() == 0:
         time.sleep(FOREVER)
     os._exit(0)
+
+
+def skip_step(_: Path) -> bool:
+    return True
 
 
 def other_collective(_: Path) -> None:
@@ -553,11 +557,24 @@ RANKS: dict[str, OfRanks] = {
     "rank waits for a lock": OfRanks(act=lock_twice, kind="lock", frame="lock_twice"),
     "rank has left": OfRanks(act=leave, kind="collective", frame="train_ranks"),
     "rank is in another collective": OfRanks(act=other_collective, kind="collective", frame="other_collective"),
+    "rank skips a step": OfRanks(act=skip_step, kind="collective", frame="train_ranks"),
+    "rank waits for a file lock": OfRanks(act=lock_file, kind="I/O", frame="lock_file"),
+    "rank opens a pipe": OfRanks(act=open_fifo, kind="I/O", frame="open_fifo"),
+    "rank waits for a queue": OfRanks(act=queue_get, kind="queue", frame="queue_get"),
+    "rank waits for a program": OfRanks(act=subprocess_wait, kind="process", frame="subprocess_wait"),
 }
+ODD = {2: 1, 3: 0, 4: 2}
+"""Which of so many ranks it is."""
+
+
+def of_ranks(case: str) -> tuple[str, int]:
+    """Return the key in `RANKS` of a case such as "rank sleeps of 3", and the number of ranks; without one 2."""
+    name, _, size = case.partition(" of ")
+    return name, int(size or 2)
 
 
 def train_ranks(strike: Callable[[], Any]) -> None:
-    """Train as one of two ranks under gloo."""
+    """Train as one of several ranks under gloo."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -565,10 +582,11 @@ def train_ranks(strike: Callable[[], Any]) -> None:
     model = DistributedDataParallel(Model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number in range(10 * STRIKES_AT):
-        if number == STRIKES_AT and dist.get_rank() == 1:
-            strike()
+        if number == STRIKES_AT and dist.get_rank() == ODD[dist.get_world_size()] and strike():
+            continue
         model(torch.ones(2, 4)).backward()
         optimizer.step()
+    dist.barrier()
 
 
 def marked_lines() -> dict[str, set[int]]:
@@ -592,8 +610,8 @@ def struck(act: Callable[[Path], Any], folder: Path) -> Any:
 def main(case: str, folder: Path) -> None:
     """Run one case."""
     torch.set_num_threads(1)
-    if case in RANKS:
-        train_ranks(partial(struck, RANKS[case].act, folder))
+    if (name := of_ranks(case)[0]) in RANKS:
+        train_ranks(partial(struck, RANKS[name].act, folder))
         return
     name, _, place = case.partition("/")
     mechanism = MECHANISMS[name]

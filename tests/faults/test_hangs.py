@@ -31,6 +31,7 @@ _GROUPS = [tuple(_CASES[first :: -(-len(_CASES) // _AT_ONCE)]) for first in rang
 def _check(row: Row) -> None:
     assert row.found, (row.case, row.words)
     assert (row.kind_right, row.frame_right, row.phase_right) == (True, True, True), (row.case, row.words)
+    assert row.rank_right is not False, (row.case, row.words)
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def diagnose_hang(processes: Sequence[Examined], suspect: int, *, gone_ranks: Se
         odd_one_out=odd_one_out,
         moving=how.moving,
         heals=(in_worker or how.kind == "loader") and has_own_loader(trainer),
-        sentence=_sentence(first, blamed, how, odd_one_out, gone_ranks, in_worker=in_worker),
+        sentence=_sentence(group, first, blamed, how, odd_one_out, gone_ranks, in_worker=in_worker),
     )
 
 
@@ -109,8 +109,7 @@ def _odd_one_out(group: Sequence[Examined], first: Examined, gone: Sequence[int]
 
 def _other_collective(group: Sequence[Examined], first: Examined) -> tuple[Examined, int | None]:
     """All wait in a collective: find the one that is behind, or in another one than most."""
-    steps = Counter(process.step for process in group)
-    if len(steps) > 1:
+    if _steps_differ(group):
         behind = min(group, key=lambda process: process.step)
         return behind, behind.rank
     places = Counter(map(_place, group))
@@ -168,8 +167,19 @@ def describe_frame(frame: Frame | None) -> str:
     return "" if frame is None else f"{clean(frame.file)}:{frame.line} in {clean(frame.function)}"
 
 
+def _steps_differ(group: Sequence[Examined]) -> bool:
+    return len({process.step for process in group}) > 1
+
+
 def _sentence(
-    first: Examined, blamed: Examined, how: How, odd: int | None, gone: Sequence[int], *, in_worker: bool
+    group: Sequence[Examined],
+    first: Examined,
+    blamed: Examined,
+    how: How,
+    odd: int | None,
+    gone: Sequence[int],
+    *,
+    in_worker: bool,
 ) -> str:
     who = f"Process {first.pid}" if first.rank is None else f"Rank {first.rank} (process {first.pid})"
     text = f"{who} has made no progress for {first.seconds:.{0 if first.seconds >= 10 else 1}f} s"
@@ -179,7 +189,10 @@ def _sentence(
         text += f" Rank {', '.join(map(str, gone))} has ended, and the others wait for it."
     elif odd is not None:
         text += f" Rank {odd} is the odd one out: the others wait for it."
+        if _steps_differ(group):
+            text += f" Steps of the ranks: {', '.join(f'{each.rank}: {each.step}' for each in group)}."
     role = "Loader worker" if in_worker else "Process"
-    subject = "It" if blamed.pid == first.pid else f"{role} {blamed.pid}"
+    is_last_named = blamed.pid == first.pid or (odd is not None and blamed.rank == odd and not in_worker)
+    subject = f"{role} {blamed.pid}" if gone or not is_last_named else "It"
     where = "" if how.frame is None else f" at {short(how.frame)}"
     return f"{text} {subject} {how.doing}{where}."
