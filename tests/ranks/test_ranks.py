@@ -463,11 +463,12 @@ def part_of_a_run(rank, run, until):
 
 
 @pytest.mark.slow
-def test_a_resume_on_as_many_ranks_is_bit_exact(tmp_path):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_resume_on_as_many_ranks_is_bit_exact(tmp_path, world_size):
     """Each rank goes on with the random state and the samples that it had."""
-    whole = all_returned(run_ranks(part_of_a_run, 2, tmp_path / "whole", None))
-    first = all_returned(run_ranks(part_of_a_run, 2, tmp_path / "parts", 5))
-    rest = all_returned(run_ranks(part_of_a_run, 2, tmp_path / "parts", None))
+    whole = all_returned(run_ranks(part_of_a_run, world_size, tmp_path / "whole", None))
+    first = all_returned(run_ranks(part_of_a_run, world_size, tmp_path / "parts", 5))
+    rest = all_returned(run_ranks(part_of_a_run, world_size, tmp_path / "parts", None))
     for (seen, state), (before, _), (after, resumed) in zip(whole, first, rest, strict=True):
         assert before + after == seen
         assert all(torch.equal(a, b) for a, b in zip(state, resumed, strict=True))

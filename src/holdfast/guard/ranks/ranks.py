@@ -299,13 +299,14 @@ class Ranks(OneRank):
             return None
         each = self._messages.exchange("states", {**own(), "behind": self._is_behind})
         self._catch_up([state.pop("behind") for state in each])
-        return {"reference": self._reference, "each": each}
+        return {"reference": self._reference, "each": each, "order": self._model.order}
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a checkpoint holds of this rank: its random state and, where that differs, its position."""
         saved = training.get("ranks") or {"reference": None, "each": []}
         self._reference, each = saved["reference"], saved["each"]
         if len(each) == self.world_size:
+            self._model.lay_out(saved.get("order", []))
             own: Mapping[str, Any] = each[self.rank]
             return own
         before = capture()

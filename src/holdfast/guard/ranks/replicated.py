@@ -31,6 +31,15 @@ class Replicated:
         self.device: torch.device = next(wrapper.parameters()).device
         self._broadcasts: bool = wrapper.broadcast_buffers
         self._after_row = 0
+        self._order: list[
+            int
+        ] = []  # in which the gradients of the first step were there; torch lays buckets out by it
+        self._noting: list[Any] = []
+        if self.group.size() > 2 and not wrapper.find_unused_parameters:  # two add up to the same in any order
+            self._noting = [
+                parameter.register_post_accumulate_grad_hook(lambda _, at=at: self._order.append(at))
+                for at, parameter in enumerate(self._trained())
+            ]
 
     # --- what was begun ---------------------------------------------------------------------------------------
 
@@ -41,6 +50,8 @@ class Replicated:
         """
         wrapper = self._wrapper
         self.rebuild()
+        if self._noting:
+            self._order.clear()
         wrapper.broadcast_buffers = self._broadcasts
         # A forward pass without gradients, as of an evaluation, leaves the next one without buffers of the others.
         wrapper.require_forward_param_sync = True
@@ -55,6 +66,35 @@ class Replicated:
     def end(self) -> None:
         """Let calls of the model send buffers again, as those of an evaluation do."""
         self._wrapper.broadcast_buffers = self._broadcasts
+        self._note_no_more()
+
+    def _note_no_more(self) -> None:
+        for hook in self._noting:
+            hook.remove()
+        self._noting = []
+
+    @property
+    def order(self) -> list[int]:
+        """Return the order of gradients that the buckets are laid out by; empty if it is not known or not needed."""
+        return self._order if sorted(self._order) == list(range(len(self._trained()))) else []
+
+    def lay_out(self, order: list[int]) -> None:
+        """Let the buckets be laid out by an order, on all ranks: else the sums of the next step have other bits.
+
+        Without effect after the first step of this process, which has laid them out.
+        """
+        parameters = self._trained()
+        if not self._noting or len(order) != len(parameters):
+            return
+        self._note_no_more()
+        self._order = order
+        self._wrapper.reducer.prepare_for_forward()
+        self._wrapper.reducer.prepare_for_backward([])
+        with _without_hooks(parameters):
+            for at in order:  # one by one: of several at once the order is that of the engine
+                torch.autograd.backward(parameters[at], torch.zeros_like(parameters[at]))
+        for parameter in parameters:
+            parameter.grad = None
 
     def _count(self) -> int:
         return int(self.group._get_sequence_number_for_group())
