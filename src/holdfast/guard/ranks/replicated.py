@@ -37,7 +37,7 @@ class Replicated:
         self._noting: list[Any] = []
         if self.group.size() > 2 and not wrapper.find_unused_parameters:  # two add up to the same in any order
             self._noting = [
-                parameter.register_post_accumulate_grad_hook(lambda _, at=at: self._order.append(at))
+                parameter.register_post_accumulate_grad_hook(lambda _, at=at: self._order.append(at))  # type: ignore[no-untyped-call]
                 for at, parameter in enumerate(self._trained())
             ]
 
