@@ -272,7 +272,7 @@ def _cells(row: Row, relative: float) -> tuple[str, ...]:
     return (
         row.precision,
         row.optimizer,
-        _blocks(row) if row.recompute == "some" else row.recompute,
+        row.recompute,
         row.allocator.removesuffix(":True").replace("_", " ") or "default",
         str(row.micro_batch_size) if row.fits else "none",
         _gib(row.process_bytes) if row.fits else f"{_gib(row.missing_bytes)} too few",
@@ -296,13 +296,9 @@ def _sources(plan: DevicePlan) -> str:
 
 def _named(row: Row) -> str:
     """Return a plan in words."""
-    recomputed = {"none": "nothing", "some": _blocks(row), "all": "all blocks"}[row.recompute]
+    recomputed = "all blocks" if row.modules else "nothing"
     parts = [row.precision, row.optimizer, f"{recomputed} recomputed", row.allocator]
     return ", ".join(part for part in parts if part)
-
-
-def _blocks(row: Row) -> str:
-    return "1 block" if len(row.modules) == 1 else f"{len(row.modules)} blocks"
 
 
 def _gib(size: float) -> str:

@@ -11,7 +11,6 @@ from tests.unit.forecast.made_steps import Layer, make_step
 from holdfast.forecast.allocator.replay import replay
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import OWNERS, PHASES, Trace, live_bytes, live_peak, played
-from holdfast.forecast.trace.recomputation import with_recompute
 
 BLOCKS = [(Layer("linear", 4096), Layer("relu", 4096)), (Layer("linear", 2048), Layer("dropout", 2048))]
 GRADIENTS = OWNERS.index("gradients")
@@ -65,11 +64,12 @@ def after_the_optimizer(trace: Trace) -> Trace:
     return with_batch(trace, trace.variants[-1].events[1])
 
 
-@pytest.mark.parametrize("edit", [after_the_optimizer, lambda trace: with_recompute(trace, trace.blocks)])
+@pytest.mark.parametrize("recompute", [(), (0, 1)])
 @pytest.mark.parametrize("variant", [None, "foreach", "for-loop"])
-def test_steps_in_a_row_free_what_they_allocate(edit, variant):
-    """Played five times, with a batch or with recomputation, nothing piles up and nothing is freed twice."""
-    both = with_accumulation(edit(make_step(BLOCKS, 4, optimizer_bytes=5000)), 12)
+def test_steps_in_a_row_free_what_they_allocate(recompute, variant):
+    """Played five times, with a batch and with recomputation, nothing piles up and nothing is freed twice."""
+    step = make_step(BLOCKS, 4, optimizer_bytes=5000, recompute=recompute)
+    both = with_accumulation(after_the_optimizer(step), 12)
     ends = []
     for steps in (1, 2, 5):
         events, sizes = played(both, steps, variant)

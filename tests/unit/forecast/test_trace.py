@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from holdfast.forecast.trace.events import (
     Assumption,
-    BlockRun,
     Trace,
     Variant,
     events_played,
@@ -155,10 +154,6 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
         small_trace(),
         assumptions=(Assumption(what="taken", line="a.py:1 in f"),),
         blocks=("layers.0",),
-        block_runs=(
-            BlockRun(block=0, forward=(0, 1), backward=-1, kept=(2,), operations=(0, 1)),
-            BlockRun(block=0, forward=(0, 1), backward=2, kept=(), operations=(0, 1), inputs=(1,), saved=(2,)),
-        ),
     )
     trace.save(tmp_path / "step")
     again = Trace.load(tmp_path / "step")

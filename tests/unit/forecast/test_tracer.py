@@ -1,4 +1,4 @@
-"""The tracer against torch's own CPU allocator, and what it says of phases, owners, lines, blocks and optimizers."""
+"""The tracer against torch's own CPU allocator, and what it says of phases, owners, lines and optimizers."""
 
 from __future__ import annotations
 
@@ -86,13 +86,11 @@ def recomputed() -> tuple[dict[str, Any], Step]:
 JOBS = [plain, recomputed]
 
 
-def trace_of(
-    build: Callable[[], tuple[dict[str, Any], Step]], *, fake: bool = False, blocks: Any = (), warm: int = 2
-) -> Trace:
+def trace_of(build: Callable[[], tuple[dict[str, Any], Step]], *, fake: bool = False, warm: int = 2) -> Trace:
     gc.freeze()  # what is loaded is not looked through; the tracer before has undone that
     with forecast_device("cpu") if fake else contextlib.nullcontext(), Tracer(CPU) as tracer:
         watched, step = build()
-        tracer.watch(**watched, blocks=blocks(watched) if callable(blocks) else blocks)
+        tracer.watch(**watched)
         for _ in range(warm):
             step()
         with tracer.recording():
@@ -212,29 +210,6 @@ def test_an_implementation_that_refuses_is_left_out_and_said() -> None:
     assert fake.variants[1].events[0] == fake.variants[0].events[1]
     assert ["lr as a Tensor" in one.what for one in fake.assumptions] == [True]
     assert fake.growth_bytes == 0
-
-
-def layers(watched: dict[str, Any]) -> list[tuple[str, nn.Module]]:
-    return [(f"layers.{number}", layer) for number, layer in enumerate(watched["models"]["model"].layers)]
-
-
-def test_block_runs_have_their_ranges() -> None:
-    """Each block's pass has its forward events, one output, one input, and a backward that comes in reverse order."""
-    fake = trace_of(plain, fake=True, blocks=layers)
-    assert fake.blocks == ("layers.0", "layers.1", "layers.2")
-    assert [run.block for run in fake.block_runs] == [0, 1, 2]
-    ends = [run.backward for run in fake.block_runs]
-    assert ends == sorted(ends, reverse=True)
-    assert all(fake.event_phase[run.forward[0] : run.forward[1]].max() == 0 for run in fake.block_runs)
-    for run, following in zip(fake.block_runs, fake.block_runs[1:], strict=False):
-        assert len(run.kept) == 1
-        assert fake.size_bytes[run.kept[0]] == 64 * 48 * 4
-        assert following.inputs == run.kept
-        assert following.forward[0] >= run.forward[1]
-        assert run.forward[1] < following.backward < run.backward
-        assert run.saved == ()  # an addition saves nothing
-        names = {fake.names[name] for name in fake.operation_name[slice(*run.operations)]}
-        assert {"aten.gelu", "aten.native_layer_norm", "aten.addmm"} <= names
 
 
 def test_flops_moved_bytes_and_types() -> None:

@@ -25,6 +25,7 @@ from holdfast.forecast.fake.device import AddedAutocast, ForecastDevice
 from holdfast.forecast.fake.facts import worth_knowing
 from holdfast.forecast.fake.stand_ins import for_several_devices
 from holdfast.forecast.job import building
+from holdfast.forecast.job.blocks import find_blocks, modules_named
 from holdfast.forecast.job.building import Built, Function
 from holdfast.forecast.job.sample_batch import Leaf, SampleBatch, Values, leaves_of
 from holdfast.forecast.job.user_functions import (
@@ -36,7 +37,6 @@ from holdfast.forecast.job.user_functions import (
     own_autocasts,
 )
 from holdfast.forecast.trace.attribution import line_of
-from holdfast.forecast.trace.block_runs import find_blocks, modules_named
 from holdfast.forecast.trace.events import Assumption
 from holdfast.memory.recompute import recomputing
 

@@ -7,6 +7,7 @@ one leaves behind beside its gradients is dropped when the second one's backward
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,6 @@ import numpy.typing as npt
 
 from holdfast.forecast.trace.events import OWNERS, PHASES, Trace
 from holdfast.forecast.trace.extrapolation import most_each
-from holdfast.forecast.trace.recomputation import Moves
 
 _BACKWARD = PHASES.index("backward")
 _GRADIENTS, _BATCH = OWNERS.index("gradients"), OWNERS.index("batch")
@@ -72,8 +72,8 @@ class _Doubled:
         merged = np.insert(events, at, inserted)
         kept = merged != 0
         phases = np.insert(trace.event_phase, at, _BACKWARD)[kept]
-        moves, offset = Moves(at, kept), len(before)
-        spans = [(begin + offset, end + offset) for begin, end in (moves.span(one.events) for one in trace.variants)]
+        offset = len(before)
+        spans = [(begin + offset, end + offset) for begin, end in _moved_spans(trace, at, kept)]
         return replace(
             trace,
             events=np.concatenate([before, merged[kept]]).astype(np.int32),
@@ -83,7 +83,6 @@ class _Doubled:
             module=trace.module[sources],
             line=trace.line[sources],
             operation_event=(trace.operation_event + offset).astype(np.int32),
-            block_runs=(),
             variants=tuple(replace(one, events=span) for one, span in zip(trace.variants, spans, strict=True)),
         )
 
@@ -117,3 +116,16 @@ class _Doubled:
         others = births[~makes | (births == self._end)]
         added: Ids = others[np.searchsorted(others, born, side="right")]
         return added
+
+
+def _moved_spans(trace: Trace, at: Ids, kept: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Yield where the optimizer's variants are now; what was inserted at their ends is no part of them.
+
+    `at`, shape ``(inserted,)``, is the event before which each was inserted; `kept`, shape ``(events + inserted,)``,
+    says which were not taken out afterwards.
+    """
+    remaining, ordered = np.concatenate([[0], np.cumsum(kept)]), np.sort(at)
+    for begin, end in (one.events for one in trace.variants):
+        first = begin + np.searchsorted(ordered, begin, side="right")
+        last = end + np.searchsorted(ordered, end, side="left")
+        yield int(remaining[first]), int(remaining[last])

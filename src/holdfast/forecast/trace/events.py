@@ -35,31 +35,6 @@ class Assumption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRun:
-    """One pass of a module that could be recomputed.
-
-    Args:
-        block: Index into `Trace.blocks`.
-        forward: First event of its forward pass, and the one after its last.
-        backward: First event of its backward pass, from the first of its nodes on that has saved something; -1 if
-            there is none.
-        kept: Storages made in it that are its outputs.
-        operations: First operation of its forward pass, and the one after its last.
-        inputs: Storages that live before it begins and are given to it, except parameters: a checkpoint holds them
-            until its backward pass is done.
-        saved: Those of `kept` that its own graph holds too (a block that ends in a ReLU or softmax); None if unknown.
-    """
-
-    block: int
-    forward: tuple[int, int]
-    backward: int
-    kept: tuple[int, ...]
-    operations: tuple[int, int]
-    inputs: tuple[int, ...] = ()
-    saved: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One way in which the traced step made an optimizer's step; each step of the template uses one of them.
 
@@ -100,7 +75,6 @@ class Trace:
         carried: Pairs (left by the step, found by it): the next step finds the first in place of the second.
         growth_bytes: What a step leaves behind beyond that: a leak, or a history that the user keeps.
         blocks: Paths of the modules that could be recomputed.
-        block_runs: Their passes, in the order of their forward passes.
         variants: The ways in which the optimizers' steps were made; empty if no optimizer was stepped.
         micro_batch_size: Samples in the traced batch.
         uncalibrated_bytes: By how much the peak may be higher: not of all kernels is it known what they allocate for
@@ -126,7 +100,6 @@ class Trace:
     carried: tuple[tuple[int, int], ...]
     growth_bytes: int
     blocks: tuple[str, ...]
-    block_runs: tuple[BlockRun, ...]
     variants: tuple[Variant, ...]
     micro_batch_size: int
     precision: str
@@ -148,7 +121,7 @@ class Trace:
         with np.load(path, allow_pickle=False) as file:
             fields: dict[str, Any] = {name: file[name] for name in file.files}
         fields |= {name: _frozen(value) for name, value in json.loads(str(fields.pop("rest"))).items()}
-        for name, kind in (("assumptions", Assumption), ("block_runs", BlockRun), ("variants", Variant)):
+        for name, kind in (("assumptions", Assumption), ("variants", Variant)):
             fields[name] = tuple(kind(**{key: _frozen(value) for key, value in one.items()}) for one in fields[name])
         return cls(**fields)
 

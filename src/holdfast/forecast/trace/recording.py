@@ -8,12 +8,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, BlockRun, Trace, Variant
+from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, Trace, Variant
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
 _ACTIVATIONS, _REST = OWNERS.index("activations"), OWNERS.index("other")
@@ -72,7 +72,6 @@ class Recording:
     event_phase: list[int] = field(default_factory=list)
     operations: list[Ran] = field(default_factory=list)
     backward_starts: list[int] = field(default_factory=list)
-    block_runs: list[BlockRun] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
     assumptions: list[Assumption] = field(default_factory=list)
     uncalibrated_bytes: int = 0
@@ -145,7 +144,6 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
         for name, column in zip(Ran._fields, columns, strict=True)
     }
     described["assumptions"] = (*described.get("assumptions", ()), *recording.assumptions)
-    runs = sorted(recording.block_runs, key=lambda run: (run.forward[0], -run.forward[1]))  # the outermost first
     return Trace(
         events=np.array(events, dtype=np.int32),
         event_phase=np.array(recording.event_phase, dtype=np.int8),
@@ -157,7 +155,6 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
         resident=tuple(range(len(recording.resident))),
         carried=carried,
         growth_bytes=growth,
-        block_runs=tuple(_renamed(run, dense) for run in runs),
         variants=tuple(recording.variants),
         uncalibrated_bytes=recording.uncalibrated_bytes,
         **described,
@@ -171,7 +168,6 @@ def _sort_frees(events: list[int], recording: Recording) -> None:
     each run, to no effect.
     """
     parts = {*(ran.operation_event for ran in recording.operations), *recording.backward_starts}
-    parts |= {place for run in recording.block_runs for place in (*run.forward, run.backward)}
     parts |= {place for variant in recording.variants for place in variant.events}
     phase = recording.event_phase
     begin = 0
@@ -207,12 +203,3 @@ def _owners(recording: Recording, ledger: Ledger, numbers: Sequence[int]) -> lis
                 owner = _ACTIVATIONS
         owners.append(owner)
     return owners
-
-
-def _renamed(run: BlockRun, dense: dict[int, int]) -> BlockRun:
-    return replace(
-        run,
-        kept=tuple(dense[number] for number in run.kept),
-        inputs=tuple(dense[number] for number in run.inputs),
-        saved=None if run.saved is None else tuple(dense[number] for number in run.saved),
-    )

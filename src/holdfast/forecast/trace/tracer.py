@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Self
 
@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast.forecast.kernels.scratch import Scratch, Uncalibrated
 from holdfast.forecast.trace import optimizer_variants
 from holdfast.forecast.trace.attribution import Places
-from holdfast.forecast.trace.block_runs import BlockRuns
 from holdfast.forecast.trace.events import Assumption, Trace, Variant
 from holdfast.forecast.trace.operations import Operations
 from holdfast.forecast.trace.recording import BACKWARD, FORWARD, OPTIMIZER, OTHER, Ran, Recording, as_trace
@@ -55,7 +54,6 @@ class Tracer(TorchDispatchMode):
         self._storages = Storages(device.type, self._running_phase)
         self._owners = Owners(self._storages, self._places)
         self._operations = Operations()
-        self._blocks = BlockRuns(self._storages)
         self._recorded: Recording | None = None
         self._outside = FORWARD  # the phase when autograd's engine is not running
         self._in_backward = False
@@ -81,7 +79,6 @@ class Tracer(TorchDispatchMode):
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._cleanup.callback(handle.remove)
-        self._cleanup.callback(self._blocks.close)
         self._cleanup.enter_context(self._storages.watching_resizes())
         return self
 
@@ -94,11 +91,9 @@ class Tracer(TorchDispatchMode):
         *,
         models: Mapping[str, nn.Module] | None = None,
         optimizers: Iterable[torch.optim.Optimizer] = (),
-        blocks: Sequence[tuple[str, nn.Module]] = (),
     ) -> None:
-        """Note what owns memory: models by the names that begin their modules' paths, optimizers, blocks."""
+        """Note what owns memory: models by the names that begin their modules' paths, and optimizers."""
         self._owners.watch(models or {}, optimizers)
-        self._blocks.watch(blocks)
         self._owners.find_all()
 
     def claim(self, tensors: Any, owner: str = "batch") -> None:
@@ -113,7 +108,6 @@ class Tracer(TorchDispatchMode):
         """
         gc.collect()
         self._places.forget()
-        self._blocks.forget()
         self._steps_begun.clear()
         self._owners.find_all()  # in the order in which Module.to moves them to a device
         self._storages.hold_unknown()
@@ -146,9 +140,8 @@ class Tracer(TorchDispatchMode):
             "modules": tuple(self._places.modules),
             "lines": tuple(self._places.lines.texts),
             "names": tuple(self._operations.names),
-            "blocks": tuple(self._blocks.names),
         }
-        plain = {"precision": "fp32", "route": "cpu", "assumptions": ()}
+        plain = {"blocks": (), "precision": "fp32", "route": "cpu", "assumptions": ()}
         return as_trace(self._recorded, self._storages.ledger, **names, **{**plain, **described})
 
     # What torch calls.
