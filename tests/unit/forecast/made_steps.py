@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.forecast.trace.events import DTYPES, OWNERS, PHASES, Trace, Variant
+from holdfast.forecast.trace.events import DTYPES, OWNERS, PHASES, Trace
 
 # What a layer saves for its backward pass.
 SAVES = {"linear": "input", "gelu": "input", "relu": "output", "dropout": "mask", "add": "nothing"}
@@ -105,7 +105,7 @@ def make_step(
         blocks: Of the model.
         batch: Samples.
         recompute: Blocks that run under a checkpoint.
-        optimizer_bytes: Scratch of the optimizer; 0 leaves it out, and with it its variants.
+        optimizer_bytes: Scratch of the optimizer; 0 leaves it out.
         holds_output: Whether the step's function holds the model's output until it returns.
         runs: Blocks in the order in which they run; None for each once.
         branch_at: Block after which an operation runs that others do not have.
@@ -135,7 +135,7 @@ class _Step:
             for parameter in block
             if parameter is not None
         }
-        self.variants: list[Variant] = []
+        self.optimizer_steps: list[tuple[int, int]] = []
         self.graphs: list[tuple[int, list[Node], int | None]] = []  # block, nodes or none yet, a frame's input
 
     def play(self, optimizer_bytes: int, holds_output: bool, runs: Sequence[int], branch_at: int | None) -> None:
@@ -238,19 +238,10 @@ class _Step:
     def _optimize(self, scratch: int) -> None:
         machine = self.machine
         machine.phase = PHASES.index("optimizer")
-        for name, share in (("foreach", 1), ("for-loop", 4)):
-            begin = len(machine.events), len(machine.operations)
-            for _ in range(share):
-                machine.operate("aten.add_", moved_bytes=scratch)
-                machine.drop(machine.allocate(scratch // share, "other"))
-            self.variants.append(
-                Variant(
-                    name=name,
-                    call=0,
-                    events=(begin[0], len(machine.events)),
-                    operations=(begin[1], len(machine.operations)),
-                )
-            )
+        begin = len(machine.events)
+        machine.operate("aten.add_", moved_bytes=scratch)
+        machine.drop(machine.allocate(scratch, "other"))
+        self.optimizer_steps.append((begin, len(machine.events)))
 
     def trace(self) -> Trace:
         machine = self.machine
@@ -277,7 +268,7 @@ class _Step:
             carried=tuple((made, self.found[parameter]) for parameter, made in self.gradients.items()),
             growth_bytes=0,
             blocks=tuple(f"blocks.{number}" for number in range(len(self.blocks))),
-            variants=tuple(self.variants),
+            optimizer_steps=tuple(self.optimizer_steps),
             micro_batch_size=self.batch,
             precision="fp32",
             route="cpu",

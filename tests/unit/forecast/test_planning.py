@@ -57,7 +57,7 @@ def holds(step: Step, row: Row, samples: int, question: Question) -> bool:
     trace = with_accumulation(trace, total) if step.plain.accumulates and total else trace
     replays = [
         check_fit(
-            *played(trace, count, row.optimizer),
+            *played(trace, count),
             question.device,
             expandable_segments=row.allocator == EXPANDABLE,
             margin_bytes=0,
@@ -98,7 +98,7 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
 
 def row(**changes: object) -> Row:
     plain = {
-        "device": "T4", "precision": "fp32", "optimizer": "foreach", "recompute": "none", "modules": (),
+        "device": "T4", "precision": "fp32", "recompute": "none", "modules": (),
         "allocator": "", "micro_batch_size": 4, "live_bytes": 1, "process_bytes": 1,
         "margin_bytes": 0, "missing_bytes": 0, "retries": 0, "sample_seconds": 1.0,
     }  # fmt: skip

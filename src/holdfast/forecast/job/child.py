@@ -163,7 +163,6 @@ def _growth(traced: Trace) -> tuple[Assumption, ...]:
 def _facts(job: Job) -> dict[str, Any]:
     parameters = {id(p): p for model in job.models.values() for p in model.parameters()}.values()
     return {
-        "optimizers": {name: type(optimizer).__name__ for name, optimizer in job.optimizers.items()},
         "parameters": sum(p.numel() for p in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "accumulates": job.accumulates,

@@ -297,7 +297,7 @@ def _like(other: Row, row: Row) -> bool:
 
 def _described(row: Row) -> str:
     recomputed = f", {len(row.modules)} modules recomputed" if row.modules else ""
-    return f"micro-batches of {row.micro_batch_size} in {row.precision}, {row.optimizer}{recomputed}"
+    return f"micro-batches of {row.micro_batch_size} in {row.precision}{recomputed}"
 
 
 def _verify(order: Order, row: Row, step: Step, question: Question) -> Verification:
@@ -315,9 +315,7 @@ def _verify(order: Order, row: Row, step: Step, question: Question) -> Verificat
     )
     fits, live_bytes = check_row(row, result.traces[0], question)
     forecast = step_of(row, step, question, count * row.micro_batch_size)
-    return Verification(
-        live_bytes=live_bytes, forecast_bytes=live_peak(forecast, row.optimizer, GRANULE_BYTES), fits=fits.fits
-    )
+    return Verification(live_bytes=live_bytes, forecast_bytes=live_peak(forecast, GRANULE_BYTES), fits=fits.fits)
 
 
 def one_line(error: HoldfastError) -> str:

@@ -1,6 +1,6 @@
 """Plans for a device: what fits at which micro-batch size, how fast each is, and which one to take.
 
-A plan is a precision, an implementation of the optimizer, whether blocks are recomputed, and a mode of the allocator.
+A plan is a precision, whether blocks are recomputed, and a mode of the allocator.
 For each the largest micro-batch is searched by playing the step on the simulated allocator under the device's memory;
 plans are ranked by their time for a sample. Live bytes, which are quick to add up, bound the search from above.
 """
@@ -38,7 +38,6 @@ class Row:
     """One plan on one device.
 
     Args:
-        optimizer: Implementation, as `Variant.name`; empty if no optimizer is stepped.
         allocator: What ``PYTORCH_ALLOC_CONF`` is, `EXPANDABLE` or empty.
         micro_batch_size: The largest that fits, in samples; 0 if not even one does.
         live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without workspaces.
@@ -51,7 +50,6 @@ class Row:
 
     device: str
     precision: str
-    optimizer: str
     recompute: Recompute
     modules: tuple[str, ...]
     allocator: str
@@ -78,10 +76,6 @@ class Row:
             "forecast_micro_batch_size": self.micro_batch_size,
             "forecast_peak_bytes": self.live_bytes,
         }
-
-    def optimizer_keyword(self) -> str:
-        """Return the keyword that chooses the optimizer's implementation, such as ``"fused=True"``; maybe empty."""
-        return {"fused": "fused=True", "foreach": "foreach=True", "for-loop": "foreach=False"}.get(self.optimizer, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,23 +117,21 @@ class Step:
 def plan_rows(
     steps: Mapping[str, Step], question: Question, on_row: Callable[[Row], object] = lambda _: None
 ) -> list[Row]:
-    """Return every plan on a device, in the order of precisions, optimizers, recomputation and allocator."""
+    """Return every plan on a device, in the order of precisions, allocator and recomputation."""
     rows = []
     for precision, step in steps.items():
-        names = list(dict.fromkeys(variant.name for variant in step.plain.template.variants)) or [""]
         sized = _SizedStep(step, precision, question)
-        for optimizer in names:
-            for allocator in _ALLOCATORS:
-                for row in _Search(sized, optimizer, allocator).rows():
-                    rows.append(row)
-                    on_row(row)
+        for allocator in _ALLOCATORS:
+            for row in _Search(sized, allocator).rows():
+                rows.append(row)
+                on_row(row)
     return rows
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
     """Return the plan to take: the fastest, of those as fast the one that changes least; None if none fits.
 
-    What stands earlier in the list of precisions and implementations counts as the smaller change.
+    What stands earlier in the list of precisions counts as the smaller change.
     """
     fitting = [row for row in rows if row.fits]
     if not fitting:
@@ -147,14 +139,12 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     best = min(row.sample_seconds for row in fitting)
     near = [row for row in fitting if row.sample_seconds <= best * (1 + _TIE)]
     precisions = list(dict.fromkeys(row.precision for row in rows))
-    optimizers = list(dict.fromkeys(row.optimizer for row in rows))
 
     def changes(row: Row) -> tuple[int, ...]:
         return (
             len(row.modules),
             row.retries > 0,
             row.allocator != "",
-            optimizers.index(row.optimizer),
             precisions.index(row.precision),
             -row.micro_batch_size,
         )
@@ -169,13 +159,12 @@ def nearest_miss(rows: Iterable[Row]) -> Row | None:
 
 def check_row(row: Row, trace: Trace, question: Question) -> tuple[Fit, int]:
     """Return whether a trace that was made with a plan's own settings fits, and its live peak in bytes."""
-    fit = _fit(trace, question, row.optimizer, row.allocator)
-    return fit, live_peak(trace, row.optimizer, GRANULE_BYTES)
+    return _fit(trace, question, row.allocator), live_peak(trace, GRANULE_BYTES)
 
 
-def _fit(trace: Trace, question: Question, optimizer: str, allocator: str, steps: int = _STEPS) -> Fit:
+def _fit(trace: Trace, question: Question, allocator: str, steps: int = _STEPS) -> Fit:
     return check_fit(
-        *played(trace, steps, optimizer),
+        *played(trace, steps),
         question.device,
         expandable_segments=allocator == EXPANDABLE,
         margin_bytes=question.margin(trace),
@@ -201,11 +190,11 @@ class _SizedStep:
 
 
 class _Search:
-    """Looks for the largest micro-batch of plans with one precision, optimizer and allocator."""
+    """Looks for the largest micro-batch of plans with one precision and allocator."""
 
-    def __init__(self, sized: _SizedStep, optimizer: str, allocator: str) -> None:
+    def __init__(self, sized: _SizedStep, allocator: str) -> None:
         self._sized, self._question = sized, sized.question
-        self._optimizer, self._allocator = optimizer, allocator
+        self._allocator = allocator
 
     def rows(self) -> Iterable[Row]:
         """Yield the plans without recomputation and, unless that would only cost time, with it."""
@@ -247,18 +236,18 @@ class _Search:
         return found if found.fits else None
 
     def _replayed(self, trace: Trace, steps: int = _STEPS) -> Fit:
-        return _fit(self._sized.in_memory(trace), self._question, self._optimizer, self._allocator, steps)
+        return _fit(self._sized.in_memory(trace), self._question, self._allocator, steps)
 
     def _with_workspaces(self, trace: Trace, steps: int) -> tuple[Any, Any]:
-        return with_workspaces(*played(trace, steps, self._optimizer), self._question.device)
+        return with_workspaces(*played(trace, steps), self._question.device)
 
     def _seconds(self, samples: int, modules: tuple[str, ...]) -> float:
         """Return the time for a sample; the last micro-batch of a global batch may be a smaller one."""
         device, total = self._question.device, self._question.global_batch_size or samples
         full, rest = divmod(total, samples)
-        seconds = step_seconds(self._sized.at(samples, modules), device, variant=self._optimizer, micro_steps=full)
+        seconds = step_seconds(self._sized.at(samples, modules), device, micro_steps=full)
         if rest:
-            last = functools.partial(step_seconds, self._sized.at(rest, modules), device, variant=self._optimizer)
+            last = functools.partial(step_seconds, self._sized.at(rest, modules), device)
             seconds += last(micro_steps=2) - last(micro_steps=1)
         return seconds / total
 
@@ -276,12 +265,11 @@ class _Search:
         return Row(
             device=device.name,
             precision=self._sized.precision,
-            optimizer=self._optimizer,
             recompute="all" if modules else "none",
             modules=modules,
             allocator=self._allocator,
             micro_batch_size=samples,
-            live_bytes=live_peak(in_memory, self._optimizer, GRANULE_BYTES),
+            live_bytes=live_peak(in_memory, GRANULE_BYTES),
             process_bytes=fit.process_bytes,
             margin_bytes=fit.margin_bytes,
             missing_bytes=missing,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, Trace, Variant
+from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, Trace
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
 _ACTIVATIONS, _REST = OWNERS.index("activations"), OWNERS.index("other")
@@ -72,7 +72,7 @@ class Recording:
     event_phase: list[int] = field(default_factory=list)
     operations: list[Ran] = field(default_factory=list)
     backward_starts: list[int] = field(default_factory=list)
-    variants: list[Variant] = field(default_factory=list)
+    optimizer_steps: list[tuple[int, int]] = field(default_factory=list)
     assumptions: list[Assumption] = field(default_factory=list)
     uncalibrated_bytes: int = 0
 
@@ -85,32 +85,6 @@ class Recording:
         """Note that a storage ends."""
         self.events.append(-number - 1)
         self.event_phase.append(phase)
-
-    def close(self, first_event: int, size_of: Callable[[int], int]) -> tuple[dict[int, int], list[int]]:
-        """Take out of the last events, one of several ways of a step, what does not both begin and end among them.
-
-        What it leaves takes the place of what it took away, if the sizes agree: returned is which storage another now
-        is, and storages that are to be forgotten.
-        """
-        tail = self.events[first_event:]
-        left = dict.fromkeys(event - 1 for event in tail if event > 0)
-        taken = [-event - 1 for event in tail if event < 0 and left.pop(-event - 1, self) is self]
-        if left or taken:
-            self._drop(first_event, {*left, *taken})
-        return match_in_order(list(left), taken, size_of)
-
-    def _drop(self, first_event: int, numbers: set[int]) -> None:
-        kept = [place for place in range(first_event, len(self.events)) if abs(self.events[place]) - 1 not in numbers]
-        for place, ran in enumerate(self.operations):
-            if ran.operation_event > first_event:
-                moved = first_event + bisect_left(kept, ran.operation_event)
-                self.operations[place] = ran._replace(operation_event=moved)
-        self.events[first_event:] = [self.events[place] for place in kept]
-        self.event_phase[first_event:] = [self.event_phase[place] for place in kept]
-
-    def cut(self, first_event: int, first_operation: int) -> None:
-        """Take out all events and operations from these on; `close` comes before it."""
-        del self.events[first_event:], self.event_phase[first_event:], self.operations[first_operation:]
 
 
 def match_in_order(
@@ -155,7 +129,7 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
         resident=tuple(range(len(recording.resident))),
         carried=carried,
         growth_bytes=growth,
-        variants=tuple(recording.variants),
+        optimizer_steps=tuple(recording.optimizer_steps),
         uncalibrated_bytes=recording.uncalibrated_bytes,
         **described,
     )
@@ -168,7 +142,7 @@ def _sort_frees(events: list[int], recording: Recording) -> None:
     each run, to no effect.
     """
     parts = {*(ran.operation_event for ran in recording.operations), *recording.backward_starts}
-    parts |= {place for variant in recording.variants for place in variant.events}
+    parts |= {place for step in recording.optimizer_steps for place in step}
     phase = recording.event_phase
     begin = 0
     for end in range(1, len(events) + 1):

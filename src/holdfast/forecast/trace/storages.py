@@ -99,12 +99,6 @@ class Storages:
             self.record.allocate(number, phase)
             self.record.free(number, phase)
 
-    def rename(self, names: Mapping[int, int], forgotten: list[int]) -> None:
-        """Let storages take the numbers of others, and some have none any more."""
-        if names or forgotten:
-            for held in self._live.values():
-                held.number = -1 if held.number in forgotten else names.get(held.number, held.number)
-
     @contextlib.contextmanager
     def watching_resizes(self) -> Iterator[None]:
         """See resizes of storages, which go past the dispatcher."""
