@@ -130,7 +130,6 @@ def test_the_commands_and_their_flags() -> None:
             "--precision",
             "--verify",
         ],
-        "presets": ["--json"],
         "quarantine": ["--evidence", "--json", "--release", "--release-all"],
     }
 

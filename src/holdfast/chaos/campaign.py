@@ -62,7 +62,7 @@ class Campaign:
         """Run every scenario and return what they have shown, as JSON values.
 
         Returns:
-            ``rows`` as in `Row`; ``accuracy`` on the test images of the plain loop and of the run that met all faults,
+            ``rows`` as in `Row`; ``accuracy`` on the test images of the plain loop and of the run with all faults,
             None if the training did not come to its end; ``seed``.
         """
         with ThreadPoolExecutor(max_workers=2) as pool:
