@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.job import building
-from holdfast.forecast.job.blocks import find_blocks
+from holdfast.forecast.job.jobs import find_blocks
 from holdfast.forecast.job.user_functions import find_loss
 from holdfast.numerics.loss import Loss
 

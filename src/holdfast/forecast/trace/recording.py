@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,22 +87,16 @@ class Recording:
         self.event_phase.append(phase)
 
 
-def match_in_order(
+def _match_in_order(
     left: Sequence[int], found: Iterable[int], size_of: Callable[[int], int]
-) -> tuple[dict[int, int], list[int]]:
-    """Return which of what was left takes the place of which that was found, by size and order, and what has none."""
+) -> Iterator[tuple[int, int]]:
+    """Yield which of what was left takes the place of which that was found, by size and order."""
     places: dict[int, deque[int]] = {}
     for number in found:
         places.setdefault(size_of(number), deque()).append(number)
-    pairs: dict[int, int] = {}
-    rest = []
     for number in left:
-        candidates = places.get(size_of(number))
-        if candidates:
-            pairs[number] = candidates.popleft()
-        else:
-            rest.append(number)
-    return pairs, rest
+        if candidates := places.get(size_of(number)):
+            yield number, candidates.popleft()
 
 
 def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
@@ -158,9 +152,8 @@ def _carried(recording: Recording, ledger: Ledger, dense: dict[int, int]) -> tup
     freed = sorted(resident - recording.survivors)
     left = sorted(recording.survivors - resident)
     size_of = ledger.size_bytes.__getitem__
-    pairs, _ = match_in_order(left, freed, size_of)
     growth = sum(map(size_of, left)) - sum(map(size_of, freed))
-    return tuple((dense[made], dense[found]) for made, found in pairs.items()), growth
+    return tuple((dense[made], dense[found]) for made, found in _match_in_order(left, freed, size_of)), growth
 
 
 def _owners(recording: Recording, ledger: Ledger, numbers: Sequence[int]) -> list[int]:
