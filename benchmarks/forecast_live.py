@@ -22,7 +22,6 @@ from holdfast.forecast.job.tracing import trace_job
 from holdfast.forecast.trace.events import live_peak
 
 _TO_REACH = {"matrix products": 0.01, "convolution": 2.0, "fused RNN": 3.0, "Tacotron 2": 3.0}  # percent
-_ON_A_CPU = "for-loop"  # torch's default there; other implementations are traced, but not played
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ def row_of(model: Model) -> Row:
         found = trace_job(request)
     except (subprocess.SubprocessError, HoldfastError) as error:
         return Row(**named, failed=without_paths(f"{type(error).__name__}: {error}".splitlines()[0]))
-    forecast = live_peak(found.traces[0], _ON_A_CPU)
+    forecast = live_peak(found.traces[0])
     return Row(
         **named,
         real_mib=round(real.peak_bytes / 2**20, 3),

@@ -79,7 +79,7 @@ def estimates_of(model: Model) -> list[Estimate]:
         found.append(answer(FORECAST, None, failed=failed))
     else:
         seconds = round(traced.build_seconds + traced.trace_seconds[0], 3)
-        found.append(answer(FORECAST, live_peak(traced.traces[0], "for-loop"), seconds))
+        found.append(answer(FORECAST, live_peak(traced.traces[0]), seconds))
         found += [answer(name, each * traced.parameters) for name, each in _BYTES_OF_A_PARAMETER.items()]
     return [*found, answer(MEMTRACKER, **_ask(model.name, size))]
 

@@ -50,7 +50,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "forecast_large": ("forecast",),
     "forecast_live": ("forecast",),
     "forecast_peers": ("forecast",),
-    "forecast_recompute": ("forecast",),
     "full_disk": ("checkpoint", "guard/saving"),
     "goodput": ("checkpoint",),
     "gpu_device_prefetch": ("loader/device_prefetch.py",),

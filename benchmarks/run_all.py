@@ -43,7 +43,6 @@ SCRIPTS = (
     "recipes",
     "forecast_live",
     "forecast_extrapolation",
-    "forecast_recompute",
     "forecast_peers",
     "sigkill",
     "loader_faults",

@@ -32,7 +32,7 @@ from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.forecast.devices.catalogue import GIB, Device, find_device
 from holdfast.forecast.job.tracing import trace_job
 from holdfast.forecast.plan.fit import check_fit
-from holdfast.forecast.trace.events import live_peak, played, variants_played
+from holdfast.forecast.trace.events import live_peak, played
 from holdfast.forecast.trace.extrapolation import fit
 
 _SECONDS = 9 * 60.0
@@ -100,7 +100,6 @@ def predict(name: str, precision: str, device: Device) -> Plan | str:
         model=name,
         precision=precision,
         micro_batch_size=size,
-        optimizer=next((variant.name for variant in variants_played(trace)), ""),
         allocated_bytes=found.replay.peak_allocated_bytes,
         process_bytes=found.process_bytes,
     )

@@ -8,15 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_map_only
 
-from benchmarks.forecast_models import MODELS, Model, Parts, modules_of, optimizers_of, train_step
+from benchmarks.forecast_models import MODELS, Model, Parts, modules_of, train_step
 from benchmarks.results_file import without_paths
 
 STEPS = 3
-_FLAGS = {
-    "fused": {"fused": True, "foreach": False},
-    "foreach": {"fused": False, "foreach": True},
-    "for-loop": {"fused": False, "foreach": False},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +22,6 @@ class Plan:
         model: Name of the job.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         micro_batch_size: Samples.
-        optimizer: Implementation, as `Variant.name`.
         allocated_bytes: Forecast of ``max_memory_allocated``.
         process_bytes: Forecast of what the process takes of the device.
     """
@@ -35,7 +29,6 @@ class Plan:
     model: str
     precision: str
     micro_batch_size: int
-    optimizer: str = ""
     allocated_bytes: int = 0
     process_bytes: int = 0
 
@@ -100,9 +93,6 @@ def build(plan: Plan) -> Parts:
     job = model_named(plan.model).build(2)
     for module in modules_of(job):
         module.to("cuda")
-    for optimizer in optimizers_of(job):
-        for group in optimizer.param_groups:
-            group.update({key: value for key, value in _FLAGS.get(plan.optimizer, {}).items() if key in group})
     size = plan.micro_batch_size
     job["batch"] = tree_map_only(torch.Tensor, lambda tensor: _resized(tensor, size), job["batch"])
     return job

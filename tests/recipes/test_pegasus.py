@@ -20,7 +20,7 @@ from recipes.pegasus.scoring import HeldOut, rouge
 from recipes.pegasus.train import POLICY, main, train
 
 from holdfast import Policy
-from holdfast.cli.loader import load_factory
+from holdfast.forecast.job.building import load_factory
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as in the recipe: its threads are in the way of a fork
 

@@ -150,7 +150,7 @@ def full_disk(guard: Guard, store: Store, first_step: int, last_step: int, fille
             Path(filler).unlink()
 
 
-def _train_bare(request: dict[str, Any], write: Write) -> tuple[Job, int, list[float]]:
+def _train_bare(request: dict[str, Any], write: Write) -> tuple[Job, int]:
     sample: DamagedSample | None = None
 
     def after_step(job: Job, step: int, skipped: bool) -> None:  # noqa: FBT001
@@ -160,11 +160,10 @@ def _train_bare(request: dict[str, Any], write: Write) -> tuple[Job, int, list[f
             sample = sample or DamagedSample(job, **request["sample"], over=False)
             sample.after_step(step, skipped=skipped)
 
-    job, losses = train_bare(after_step)
-    return job, len(losses), losses
+    return train_bare(after_step)
 
 
-def _train_guarded(request: dict[str, Any], write: Write) -> tuple[Job, int, list[float]]:
+def _train_guarded(request: dict[str, Any], write: Write) -> tuple[Job, int]:
     run_dir = Path(request["run_dir"])
     store = Store(run_dir / "checkpoints")
     memory = ShrinkingMemory(**request["memory"]) if "memory" in request else None
@@ -189,7 +188,7 @@ def _train_guarded(request: dict[str, Any], write: Write) -> tuple[Job, int, lis
         marks = Path(request["workers"])
         marks.mkdir(exist_ok=True)
         options = {"wrap": lambda samples: OnceFaulty(samples, marks), "num_workers": 2, "timeout": _TIMEOUT_SECONDS}
-    return train(run_dir, after_step, **options), last_step, []
+    return train(run_dir, after_step, **options), last_step
 
 
 def main(request: dict[str, Any]) -> None:
@@ -202,9 +201,9 @@ def main(request: dict[str, Any]) -> None:
         if "weights" in request:
             save_file(dict(job.model.state_dict()), f"{request['weights']}/{step}.safetensors")
 
-    job, last_step, losses = (_train_bare if request.get("bare") else _train_guarded)(request, write)
+    job, last_step = (_train_bare if request.get("bare") else _train_guarded)(request, write)
     limit_memory(None)
-    write(job, last_step, accuracy=job.accuracy(), losses=losses)
+    write(job, last_step, accuracy=job.accuracy())
 
 
 if __name__ == "__main__":

@@ -62,18 +62,16 @@ class Campaign:
         """Run every scenario and return what they have shown, as JSON values.
 
         Returns:
-            ``rows`` as in `Row`; ``reference``: loss of each step of the plain loop; ``curve``: step and loss of the
-            run that met all faults, in the order in which they were made; ``marks``: step and what happened then;
-            ``accuracy`` of both on the test images, None if the training did not come to its end; ``seed``.
+            ``rows`` as in `Row`; ``accuracy`` on the test images of the plain loop and of the run with all faults,
+            None if the training did not come to its end; ``seed``.
         """
         with ThreadPoolExecutor(max_workers=2) as pool:
             plain = pool.submit(self._reference, "reference")
             without = pool.submit(self._reference, "reference-without-the-damaged-batch", sample=_SAMPLE)
             reference, skipping = plain.result(), without.result()
             last = self._new("all", on_small_disk=True)
-            marks: list[tuple[int, str]] = []
             scenarios: dict[str, Callable[[], Sequence[Row]]] = {
-                "all faults in one run": lambda: self._all_faults(last, skipping, marks),
+                "all faults in one run": lambda: self._all_faults(last, skipping),
                 "memory limit": lambda: self._memory(reference),
                 "NaN pixels in a sample": lambda: self._nan(skipping),
                 "SIGKILL": lambda: self._kill(reference),
@@ -83,12 +81,8 @@ class Campaign:
             }
             found = [pool.submit(_carried_out, fault, scenario) for fault, scenario in scenarios.items()]
             everything, *rows = [future.result() for future in found]
-        committed = last.steps(StepMark.COMMITTED)
         return {
             "rows": [asdict(row) for each in (*rows, everything) for row in each],
-            "reference": reference.losses,
-            "curve": [(each.global_step, each.loss) for each in committed if each.loss is not None],
-            "marks": marks,
             "accuracy": (reference.accuracy, last.accuracy),
             "seed": self._seed,
         }
@@ -244,19 +238,15 @@ class Campaign:
         filler = None if self._small_disk is None else str(self._small_disk / f"{name}-filler")
         return {"first_step": first, "last_step": last, "filler": filler}
 
-    def _all_faults(self, run: DemoRun, skipping: DemoRun, marks: list[tuple[int, str]]) -> list[Row]:
+    def _all_faults(self, run: DemoRun, skipping: DemoRun) -> list[Row]:
         say("all of them in one run")
         chance = self._chance("all")
         memory = {"from_step": 14, "until": "recompute"}
-        killed_at = self._kill_one(run, chance.randrange(32, 42), chance, sample=_SAMPLE, memory=memory)
+        self._kill_one(run, chance.randrange(32, 42), chance, sample=_SAMPLE, memory=memory)
         flip_random_bit(Store(run.run_dir / "checkpoints").entries()[0].path, chance)
         run.finish(run.start(sample=_SAMPLE, disk=self._disk_fault("all", 45, 57)))
         lost, seconds = run.cost_of_restart()
         skipped, failed, recomputed = (run.events(kind) for kind in ("skip_step", "save_failed", "recompute"))
-        marks += [(event.global_step, "NaN batch skipped") for event in skipped]
-        marks += [(event.global_step, "out of memory") for event in recomputed[:1]]
-        marks += [(killed_at, "SIGKILL, flipped bit")]
-        marks += [(event.global_step, "disk full") for event in failed]
         row = Row(
             fault="all of these in one run",
             happened=f"{_attempts(run)} attempts, {len(skipped)} NaN batch, {len(failed)} failed saves",

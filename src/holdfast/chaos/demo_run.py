@@ -28,8 +28,8 @@ _STANDSTILL_SECONDS = 150.0
 class DemoRun:
     """A run of the training, over all its processes: where they write, and what they wrote.
 
-    `digests` are step and digest of all state, in the order in which the steps were made; `losses` those of a plain
-    loop; `accuracy` that on the test images, once the training has ended.
+    `digests` are step and digest of all state, in the order in which the steps were made; `accuracy` that
+    on the test images, once the training has ended.
     """
 
     run_dir: Path
@@ -37,7 +37,6 @@ class DemoRun:
     weights: Path | None
     output: Path
     digests: list[tuple[int, str]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
     accuracy: float | None = None
 
     def start(self, **request: Any) -> subprocess.Popen[bytes]:
@@ -70,7 +69,6 @@ class DemoRun:
         entries = [json.loads(line) for line in lines]
         self.digests = [(entry["step"], entry["digest"]) for entry in entries if "digest" in entry]
         for entry in entries:
-            self.losses = entry.get("losses", self.losses)
             self.accuracy = entry.get("accuracy", self.accuracy)
 
     def wait_for_step(self, process: subprocess.Popen[bytes], step: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import subprocess
@@ -21,11 +20,10 @@ from rich.table import Table
 from holdfast.chaos.small_disk import command_with_small_disk
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
-from holdfast.report.curves import draw_losses
 
 
 def run(
-    out: Annotated[Path, typer.Option("--out", help="Directory for the plot and the report.")] = Path("demo"),
+    out: Annotated[Path, typer.Option("--out", help="Directory for the report.")] = Path("demo"),
     seed: Annotated[
         int | None, typer.Option("--seed", help="Repeat the random step and bit of another demo.")
     ] = None,
@@ -37,24 +35,21 @@ def run(
         started = time.monotonic()
         out.mkdir(parents=True, exist_ok=True)
         report = _campaign(secrets.randbelow(10**6) if seed is None else seed, quiet=as_json)
-        plot = out / "demo.png"
-        draw_losses(plot, report["reference"], report["curve"], report["marks"])
         (out / "report.json").write_text(json.dumps(report, indent=2))
     held = all(row["held"] for row in report["rows"])
     if as_json:
-        print_json({**report, "held": held, "plot": str(plot)})
+        print_json({**report, "held": held})
     else:
-        _print(report, plot, time.monotonic() - started)
+        _print(report, time.monotonic() - started)
     if not held:
         raise typer.Exit(CHECK_FAILED)
 
 
 def _check_extras() -> None:
-    missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
-    if missing:
+    if find_spec("sklearn") is None:
         raise PolicyError(
-            f"{' and '.join(missing)} is not installed",
-            limit="the demo needs the digits of scikit-learn and a plot",
+            "scikit-learn is not installed",
+            limit="the demo trains on its digits",
             fix='install the extra: pip install "torch-holdfast[demo]".',
             rule="H105",
         )
@@ -77,7 +72,7 @@ def _campaign(seed: int, *, quiet: bool) -> dict[str, Any]:
     return found
 
 
-def _print(report: dict[str, Any], plot: Path, seconds: float) -> None:
+def _print(report: dict[str, Any], seconds: float) -> None:
     table = Table("fault", "what happened", "remedy", "what it promises", "held", "cost", box=SIMPLE, show_lines=True)
     for row in report["rows"]:
         cost = f"{row['lost_steps']} steps, {row['seconds']:.1f} s"
@@ -90,7 +85,7 @@ def _print(report: dict[str, Any], plot: Path, seconds: float) -> None:
     broken = sum(not row["held"] for row in report["rows"])
     out.print(
         f"{len(report['rows']) - broken} of {len(report['rows'])} promises held. Test accuracy: "
-        f"{_percent(reference)} undisturbed, {_percent(disturbed)} with all faults. Plot: {os.fspath(plot)}"
+        f"{_percent(reference)} undisturbed, {_percent(disturbed)} with all faults."
     )
     out.print(f"{seconds:.0f} s; repeat it with --seed {report['seed']}", style="dim")
 

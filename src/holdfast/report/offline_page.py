@@ -1,9 +1,8 @@
 """The walls of a page that opens offline: what enters it is escaped, and it runs nothing but its own two scripts.
 
-All text is sanitised and escaped where it enters the HTML; data enters a script as JSON in which ``<``, ``>`` and
-``&`` are written as escapes; the page's own policy names the two scripts by their digests and loads nothing.
-``templates/page.html`` is a `string.Template`: ``$name`` there is filled in here. ``page.css`` and ``page.js`` go in
-as they are.
+``templates/page.html`` is a template of Jinja2. All text is sanitised and escaped where it enters; data enters a
+script as JSON in which ``<``, ``>`` and ``&`` are written as escapes; the page's own policy names the two scripts by
+their digests and loads nothing. ``page.css`` and ``page.js`` go in as they are.
 
 Does not: know what a page shows (``page``).
 """
@@ -14,55 +13,57 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from datetime import UTC, datetime
-from html import escape
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from string import Template
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import as_json_value, sanitise
-from holdfast.core.version import __version__
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def fill_page(
-    *,
-    name: str,
-    command: str,
-    body: str,
-    figures: Mapping[str, object],
-    now: datetime | None = None,
-) -> str:
+def fill_page(figures: Mapping[str, object], filters: Mapping[str, Callable[..., Any]], **seen: Any) -> str:
     """Return a page.
 
     Args:
-        name: Its title, as text.
-        command: The line below it, as text.
-        body: Sections, as HTML.
         figures: Of plotly, by the id of the element that each is drawn in.
-        now: Time to write at its foot.
+        filters: That the template applies, by name, beside those of the walls; what they return is text.
+        **seen: What the template shows.
 
     Raises:
         PolicyError: H742, if plotly is not installed.
     """
-    plotly = plotly_script()
-    script = _read("page.js")
-    return Template(_read("page.html")).substitute(
-        policy=_policy(plotly, script),
-        title=as_html(f"{name} - holdfast"),
-        style=_read("page.css"),
-        name=as_html(name),
-        command=as_html(command, most=4000),
-        body=body,
-        written=as_html((now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC")),
-        version=as_html(__version__),
-        figures=_json(figures),
-        plotly=plotly,
-        script=script,
-    )
+    made = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, finalize=_harmless, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    made.filters |= {**filters, "clip": as_html, "prose": _prose}
+    plotly, script = plotly_script(), _read("page.js")
+    ours = {"style": _read("page.css"), "figures_json": _json(figures), "plotly": plotly, "script": script}
+    ours["policy"] = _policy(plotly, script)
+    raw = {name: Markup(text) for name, text in ours.items()}  # noqa: S704 - nothing that a run said is in them
+    return made.get_template("page.html").render(figures=figures, **raw, **seen)
+
+
+def _harmless(value: object) -> object:
+    """Return what stands between ``{{`` and ``}}`` as text that is harmless, before it is escaped."""
+    return value if isinstance(value, Markup) else sanitise(value)
+
+
+def as_html(value: object, most: int = 2000, *, lines: bool = False) -> Markup:
+    """Return text as HTML that does nothing; see `sanitise`."""
+    return escape(sanitise(value, most=most, lines=lines))
+
+
+def _prose(value: str) -> Markup:
+    """Return text in which words between backticks are set as code; they are escaped before."""
+    text = str(as_html(value, 4000))  # of a `Markup` the new tags would be escaped too
+    return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", text))  # noqa: S704
 
 
 def plotly_script() -> str:
@@ -101,18 +102,3 @@ def _read(name: str) -> str:
 def _json(value: object) -> str:
     text = json.dumps(as_json_value(value, depth=12), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return "".join(_IN_SCRIPT.get(character, character) for character in text)
-
-
-def as_html(value: object, *, most: int = 2000, lines: bool = False) -> str:
-    """Return text as HTML that does nothing; see `sanitise`."""
-    return escape(sanitise(value, most=most, lines=lines), quote=True)
-
-
-def prose(value: str) -> str:
-    """Return text in which words between backticks are set as code; they are escaped before."""
-    return re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", as_html(value, most=4000))
-
-
-def plot(title: str, place: str, hint: str) -> str:
-    """Return a section in which a figure is drawn."""
-    return f'<section><h2>{title}</h2><p class="hint">{hint}</p><div class="plot" id="{place}"></div></section>'

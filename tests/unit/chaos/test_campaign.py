@@ -17,7 +17,7 @@ with open(sys.argv[1], "w", buffering=1) as trace:
         time.sleep(0.1)
         trace.write(json.dumps({"step": step, "digest": ""}) + "\\n")
     time.sleep(float(sys.argv[3]))
-    trace.write(json.dumps({"accuracy": 0.5, "losses": [1.0]}) + "\\n")
+    trace.write(json.dumps({"accuracy": 0.5}) + "\\n")
 """
 
 
@@ -38,7 +38,7 @@ def test_a_training_may_take_as_long_as_it_likes_but_not_stand_still(started):
     """A slow machine is no broken promise of the demo; a process that makes no step is killed."""
     run, start = started
     run.finish(start(20, 0))
-    assert (run.accuracy, run.losses, len(run.digests)) == (0.5, [1.0], 20)
+    assert (run.accuracy, len(run.digests)) == (0.5, 20)
     run.trace.unlink()
     run.digests.clear()
     stuck = start(1, 600)

@@ -66,7 +66,7 @@ def test_the_table_tells_each_plan_and_what_to_take(capsys):
     shown = printed(forecast, capsys)
     best = plan.best
     assert best is not None
-    assert sum(line.startswith("│ fp32") for line in shown.splitlines()) == len(plan.rows) == 12
+    assert sum(line.startswith("│ fp32") for line in shown.splitlines()) == len(plan.rows) == 4
     assert f"Policy(precision='fp32', recompute={list(best.modules) or True!r}, micro_batch_size='auto'" in shown
     assert f"forecast_micro_batch_size={best.micro_batch_size}, forecast_peak_bytes={best.live_bytes})" in shown
     assert "tensors hold 0.98 GiB, the forecast said 0.98 GiB (+0.10%)" in shown
@@ -113,7 +113,6 @@ def test_yaml_is_the_policy_and_nothing_else():
     assert text.startswith(
         '# holdfast plan train.py:build --device "T4" --precision fp32 --global-batch-size 64 --margin 0MiB\n'
     )
-    assert "AdamW(..., foreach=True)" in text
 
 
 @pytest.mark.slow
@@ -131,7 +130,7 @@ def test_a_plan_is_made_and_written(tmp_path):
     assert 1 <= device["recommended"]["micro_batch_size"] < 4096
     assert device["verified"]["fits"]
     assert abs(device["verified"]["error"]) < 0.005
-    assert {row["recompute"] for row in shown["rows"]} == {"none", "some", "all"}
+    assert {row["recompute"] for row in shown["rows"]} == {"none", "all"}
     assert any("forecast_factories.py" in line for line in device["owners"]["lines"])
     assert yaml.safe_load(out.read_text()) == device["recommended"]["policy"]
 

@@ -9,6 +9,7 @@ from tests.unit.forecast.made_steps import Block, Layer, make_step
 from holdfast.forecast.devices.catalogue import Device, find_device
 from holdfast.forecast.job.tracing import TraceResult
 from holdfast.forecast.plan.forecasting import Forecast, Order, Verification, plan_device
+from holdfast.forecast.plan.planning import Step
 from holdfast.forecast.trace.events import Assumption
 from holdfast.forecast.trace.extrapolation import fit
 
@@ -29,14 +30,17 @@ def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = Tru
     """Return the forecast of a made step for devices."""
     traces = tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in (2, 4))
     result = TraceResult(
-        traces=traces, route="privateuse1", weights="fake", optimizers={"optimizer": "AdamW"}, parameters=4_000_000,
+        traces=traces, route="privateuse1", weights="fake", parameters=4_000_000,
         trainable_parameters=4_000_000, accumulates=accumulates, host_bytes=1, build_seconds=0.1,
         trace_seconds=(0.1, 0.1), assumptions=ASSUMED,
     )  # fmt: skip
     order = Order(
         factory="train.py:build", devices=devices, precisions=("fp32",), global_batch_size=total, margin_bytes=0
     )
-    step = {"fp32": replace(fit(traces), accumulates=accumulates)}
+    plain = replace(fit(traces), accumulates=accumulates)
+    every = range(len(BLOCKS))
+    recomputed = fit([make_step(BLOCKS, size, optimizer_bytes=MIB, recompute=every) for size in (2, 4)])
+    step = {"fp32": Step(plain=plain, recomputed=lambda: (recomputed, plain.template.blocks))}
     plans = [plan_device(order, device, step) for device in devices]
     found = Verification(live_bytes=1000 * MIB, forecast_bytes=1001 * MIB, fits=True)
     plans = [replace(plan, verification=found) if plan.best else plan for plan in plans]

@@ -1,7 +1,6 @@
 """Training steps for the tests of forecasts: played by a small autograd that counts references, checkpoints included.
 
-A program is a list of blocks, a block a list of layers. The same program played with checkpoints is what an edited
-trace must come close to, and never fall below.
+A program is a list of blocks, a block a list of layers.
 
 Does not: compute, or use the code that is tested.
 """
@@ -9,11 +8,11 @@ Does not: compute, or use the code that is tested.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.forecast.trace.events import DTYPES, OWNERS, PHASES, BlockRun, Trace, Variant
+from holdfast.forecast.trace.events import DTYPES, OWNERS, PHASES, Trace
 
 # What a layer saves for its backward pass.
 SAVES = {"linear": "input", "gelu": "input", "relu": "output", "dropout": "mask", "add": "nothing"}
@@ -106,7 +105,7 @@ def make_step(
         blocks: Of the model.
         batch: Samples.
         recompute: Blocks that run under a checkpoint.
-        optimizer_bytes: Scratch of the optimizer; 0 leaves it out, and with it its variants.
+        optimizer_bytes: Scratch of the optimizer; 0 leaves it out.
         holds_output: Whether the step's function holds the model's output until it returns.
         runs: Blocks in the order in which they run; None for each once.
         branch_at: Block after which an operation runs that others do not have.
@@ -136,9 +135,8 @@ class _Step:
             for parameter in block
             if parameter is not None
         }
-        self.block_runs: list[BlockRun] = []
-        self.variants: list[Variant] = []
-        self.graphs: list[tuple[int, list[Node], int | None]] = []  # run, nodes or none yet, input that a frame holds
+        self.optimizer_steps: list[tuple[int, int]] = []
+        self.graphs: list[tuple[int, list[Node], int | None]] = []  # block, nodes or none yet, a frame's input
 
     def play(self, optimizer_bytes: int, holds_output: bool, runs: Sequence[int], branch_at: int | None) -> None:
         machine = self.machine
@@ -167,26 +165,12 @@ class _Step:
 
     def _forward(self, block: int, value: int) -> int:
         machine = self.machine
-        begin = len(machine.events), len(machine.operations)
-        made = len(machine.sizes)
         # What a checkpoint holds, torch ties to the tensors that are saved under it: with the last of them it goes.
         framed = block in self.recompute and any(SAVES[layer.kind] != "nothing" for layer in self.blocks[block])
         given = machine.hold(value)
         frame = machine.hold(value) if framed else None
         value, nodes = self._layers(block, value, keeps=not framed)
-        saved = {storage for node in nodes for storage in node.saved}
-        kept = (value,) if value >= made else ()
-        run = BlockRun(
-            block=block,
-            forward=(begin[0], len(machine.events)),
-            backward=-1,
-            kept=kept,
-            operations=(begin[1], len(machine.operations)),
-            inputs=(given,),
-            saved=() if framed else tuple(saved & set(kept)),
-        )
-        self.graphs.append((len(self.block_runs), [] if framed else nodes, frame))
-        self.block_runs.append(run)
+        self.graphs.append((block, [] if framed else nodes, frame))
         machine.drop(given)
         return value
 
@@ -226,11 +210,9 @@ class _Step:
         machine.phase = PHASES.index("backward")
         machine.operate("aten.expand")
         gradient = machine.allocate(size, "other")
-        for number, nodes, frame in reversed(self.graphs):
-            run = self.block_runs[number]
-            self.block_runs[number] = replace(run, backward=len(machine.events))
+        for block, nodes, frame in reversed(self.graphs):
             if frame is not None:
-                value, nodes = self._layers(run.block, machine.hold(frame), keeps=True, stops=True)
+                value, nodes = self._layers(block, machine.hold(frame), keeps=True, stops=True)
                 machine.drop(value)
             saving = [node for node in nodes if node.saved]
             for node in reversed(nodes):
@@ -256,19 +238,10 @@ class _Step:
     def _optimize(self, scratch: int) -> None:
         machine = self.machine
         machine.phase = PHASES.index("optimizer")
-        for name, share in (("foreach", 1), ("for-loop", 4)):
-            begin = len(machine.events), len(machine.operations)
-            for _ in range(share):
-                machine.operate("aten.add_", moved_bytes=scratch)
-                machine.drop(machine.allocate(scratch // share, "other"))
-            self.variants.append(
-                Variant(
-                    name=name,
-                    call=0,
-                    events=(begin[0], len(machine.events)),
-                    operations=(begin[1], len(machine.operations)),
-                )
-            )
+        begin = len(machine.events)
+        machine.operate("aten.add_", moved_bytes=scratch)
+        machine.drop(machine.allocate(scratch, "other"))
+        self.optimizer_steps.append((begin, len(machine.events)))
 
     def trace(self) -> Trace:
         machine = self.machine
@@ -295,8 +268,7 @@ class _Step:
             carried=tuple((made, self.found[parameter]) for parameter, made in self.gradients.items()),
             growth_bytes=0,
             blocks=tuple(f"blocks.{number}" for number in range(len(self.blocks))),
-            block_runs=tuple(self.block_runs),
-            variants=tuple(self.variants),
+            optimizer_steps=tuple(self.optimizer_steps),
             micro_batch_size=self.batch,
             precision="fp32",
             route="cpu",

@@ -11,7 +11,6 @@ from tests.unit.forecast.made_steps import Layer, make_step
 from holdfast.forecast.allocator.replay import replay
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import OWNERS, PHASES, Trace, live_bytes, live_peak, played
-from holdfast.forecast.trace.recomputation import with_recompute
 
 BLOCKS = [(Layer("linear", 4096), Layer("relu", 4096)), (Layer("linear", 2048), Layer("dropout", 2048))]
 GRADIENTS = OWNERS.index("gradients")
@@ -52,7 +51,7 @@ def with_batch(trace: Trace, dies: int) -> Trace:
         events=np.insert(trace.events, [0, dies], [batch + 1, -batch - 1]).astype(np.int32),
         event_phase=np.insert(trace.event_phase, [0, dies], [0, trace.event_phase[dies - 1]]).astype(np.int8),
         operation_event=np.array([later(at) for at in trace.operation_event], dtype=np.int32),
-        variants=tuple(replace(one, events=(later(one.events[0]), later(one.events[1]))) for one in trace.variants),
+        optimizer_steps=tuple((later(begin), later(end)) for begin, end in trace.optimizer_steps),
         size_bytes=one(trace.size_bytes, 1000),
         owner=one(trace.owner, OWNERS.index("batch")),
         module=one(trace.module, 0),
@@ -61,18 +60,18 @@ def with_batch(trace: Trace, dies: int) -> Trace:
 
 
 def after_the_optimizer(trace: Trace) -> Trace:
-    """Return the step with a batch that is freed right after the last implementation of the optimizer."""
-    return with_batch(trace, trace.variants[-1].events[1])
+    """Return the step with a batch that is freed right after the optimizer's step."""
+    return with_batch(trace, trace.optimizer_steps[-1][1])
 
 
-@pytest.mark.parametrize("edit", [after_the_optimizer, lambda trace: with_recompute(trace, trace.blocks)])
-@pytest.mark.parametrize("variant", [None, "foreach", "for-loop"])
-def test_steps_in_a_row_free_what_they_allocate(edit, variant):
-    """Played five times, with a batch or with recomputation, nothing piles up and nothing is freed twice."""
-    both = with_accumulation(edit(make_step(BLOCKS, 4, optimizer_bytes=5000)), 12)
+@pytest.mark.parametrize("recompute", [(), (0, 1)])
+def test_steps_in_a_row_free_what_they_allocate(recompute):
+    """Played five times, with a batch and with recomputation, nothing piles up and nothing is freed twice."""
+    step = make_step(BLOCKS, 4, optimizer_bytes=5000, recompute=recompute)
+    both = with_accumulation(after_the_optimizer(step), 12)
     ends = []
     for steps in (1, 2, 5):
-        events, sizes = played(both, steps, variant)
+        events, sizes = played(both, steps)
         replay(events, sizes)  # raises for what is freed twice, or alive when it is allocated
         ends.append(int(live_bytes(events, sizes)[-1]))
     assert len(set(ends)) == 1

@@ -37,7 +37,6 @@ def one_storage_each(count: int) -> Trace:
         line=np.zeros(count, dtype=np.int32),
         resident=(),
         carried=(),
-        block_runs=(),
     )
 
 
@@ -51,7 +50,6 @@ def test_a_step_that_grows_by_whole_bytes_is_reproduced_exactly(
     expected, got = make_step(program, wanted, optimizer_bytes=scratch), scaled.at(wanted)
     for name in ("events", "size_bytes", "flops", "moved_bytes", "operation_event"):
         assert np.array_equal(getattr(got, name), getattr(expected, name)), name
-    assert got.block_runs == expected.block_runs
     assert got.micro_batch_size == wanted
     assert live_peak(got) == live_peak(expected)
 

@@ -61,7 +61,7 @@ def traced_peak() -> int:
             built = building.call_factory("jobs.py:build", adamw_in_backward, size=SAMPLES)
         traced = Job(built, device)
         with Tracer(device.device, scratch=scratch_cpu.scratch_of) as tracer:
-            tracer.watch(models=traced.models, optimizers=traced.optimizers.values(), blocks=traced.blocks)
+            tracer.watch(models=traced.models, optimizers=traced.optimizers.values())
             traced.settle(SAMPLES)
             traced.step(SAMPLES)
             with tracer.recording():

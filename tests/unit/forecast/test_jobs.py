@@ -16,8 +16,8 @@ from torch import nn
 
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.job import building
+from holdfast.forecast.job.jobs import find_blocks
 from holdfast.forecast.job.user_functions import find_loss
-from holdfast.forecast.trace.block_runs import find_blocks
 from holdfast.numerics.loss import Loss
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())

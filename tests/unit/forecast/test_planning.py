@@ -20,13 +20,13 @@ from holdfast.forecast.plan.planning import (
     EXPANDABLE,
     Question,
     Row,
+    Step,
     plan_rows,
     recommended,
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, played
-from holdfast.forecast.trace.extrapolation import ScaledTrace, fit
-from holdfast.forecast.trace.recomputation import with_recompute
+from holdfast.forecast.trace.extrapolation import fit
 
 MIB = 1 << 20
 BLOCKS = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4
@@ -36,23 +36,28 @@ def device(mib: int) -> Device:
     return replace(find_device("T4"), name=f"{mib} MiB", usable_bytes=mib * MIB, context_bytes=10 * MIB)
 
 
-def steps(blocks: list[Block] = BLOCKS, *, accumulates: bool = False, optimizer_bytes: int = MIB) -> ScaledTrace:
-    traces = [make_step(blocks, size, optimizer_bytes=optimizer_bytes) for size in (2, 4)]
-    return replace(fit(traces), accumulates=accumulates)
+def steps(blocks: list[Block] = BLOCKS, *, accumulates: bool = False) -> Step:
+    every = range(len(blocks))
+    plain, recomputed = (
+        fit([make_step(blocks, size, optimizer_bytes=MIB, recompute=those) for size in (2, 4)])
+        for those in ((), every)
+    )
+    found = recomputed, plain.template.blocks
+    return Step(plain=replace(plain, accumulates=accumulates), recomputed=lambda: found)
 
 
 def ask(mib: int, total: int | None = None) -> Question:
     return Question(device=device(mib), global_batch_size=total, margin_bytes=0)
 
 
-def holds(step: ScaledTrace, row: Row, samples: int, question: Question) -> bool:
+def holds(step: Step, row: Row, samples: int, question: Question) -> bool:
     """Return whether a plan holds at a size, by the allocator alone: for long, if it had to give back its cache."""
-    trace = with_recompute(step.at(samples), row.modules)
+    trace = step.of(row.modules).at(samples)
     total = question.global_batch_size
-    trace = with_accumulation(trace, total) if step.accumulates and total else trace
+    trace = with_accumulation(trace, total) if step.plain.accumulates and total else trace
     replays = [
         check_fit(
-            *played(trace, count, row.optimizer),
+            *played(trace, count),
             question.device,
             expandable_segments=row.allocator == EXPANDABLE,
             margin_bytes=0,
@@ -87,13 +92,13 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
         assert 0 <= size <= total
         assert (row.missing_bytes > 0) == (size == 0)
         assert size == 0 or holds(step, row, size, question)
-        if row.recompute != "some" and size < total:
+        if size < total:
             assert not holds(step, row, size + 1, question)
 
 
 def row(**changes: object) -> Row:
     plain = {
-        "device": "T4", "precision": "fp32", "optimizer": "foreach", "recompute": "none", "modules": (),
+        "device": "T4", "precision": "fp32", "recompute": "none", "modules": (),
         "allocator": "", "micro_batch_size": 4, "live_bytes": 1, "process_bytes": 1,
         "margin_bytes": 0, "missing_bytes": 0, "retries": 0, "sample_seconds": 1.0,
     }  # fmt: skip
@@ -104,7 +109,7 @@ def row(**changes: object) -> Row:
     ("better", "worse"),
     [
         ({"sample_seconds": 0.9}, {"sample_seconds": 1.0}),
-        ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "modules": ("a",), "recompute": "some"}),
+        ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "modules": ("a",), "recompute": "all"}),
         ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "allocator": EXPANDABLE}),
         ({"sample_seconds": 1.01, "allocator": EXPANDABLE}, {"retries": 2}),
         ({"sample_seconds": 5.0}, {"sample_seconds": 1.0, "micro_batch_size": 0, "missing_bytes": 1}),
@@ -138,6 +143,19 @@ def test_a_job_with_its_own_autocast_gets_one_set_of_plans() -> None:
     assert any("sets its own precision" in said.what for said in found.assumptions)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_where_not_all_fits_the_step_is_traced_with_its_blocks_recomputed() -> None:
+    """There are plans with and without; those with take more samples, and one more trace needs what was forecast."""
+    factory = f"{Path(__file__).with_name('forecast_factories.py')}:transformer"
+    order = Order(factory=factory, devices=(device(600),), precisions=("fp32",), margin_bytes=0)
+    plan = make_forecast(order).plans[0]
+    largest = {name: max(r.micro_batch_size for r in plan.rows if r.recompute == name) for name in ("none", "all")}
+    assert 0 < largest["none"] < largest["all"]
+    assert plan.verification is not None
+    assert abs(plan.verification.error) < 0.01
+
+
 @pytest.mark.parametrize("more", [1.0, 1.3], ids=["blocks lie otherwise", "more is needed"])
 def test_a_plan_that_does_not_hold_raises_the_margin(more: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another plan, with a smaller micro-batch, is traced and taken; that a trace needs more is played here."""
@@ -152,9 +170,8 @@ def test_a_plan_that_does_not_hold_raises_the_margin(more: float, monkeypatch: p
         tried.append(size)
         if more == 1.0 and len(tried) == 1:
             return SimpleNamespace(traces=[make_step(BLOCKS, 2 * size, optimizer_bytes=MIB)])
-        return SimpleNamespace(
-            traces=[with_recompute(make_step(heavier, size, optimizer_bytes=MIB), request.recompute)]
-        )
+        every = range(len(heavier) if request.recompute else 0)
+        return SimpleNamespace(traces=[make_step(heavier, size, optimizer_bytes=MIB, recompute=every)])
 
     monkeypatch.setattr(forecasting, "trace_job", trace_job)
     said: list[Assumption] = []

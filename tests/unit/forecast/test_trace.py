@@ -11,16 +11,11 @@ from hypothesis import strategies as st
 
 from holdfast.forecast.trace.events import (
     Assumption,
-    BlockRun,
     Trace,
-    Variant,
-    events_played,
     live_bytes,
     live_peak,
-    operations_played,
     owners_at_peak,
     played,
-    variants_played,
 )
 from holdfast.forecast.trace.recording import FORWARD, OPTIMIZER, Ledger, Ran, Recording, as_trace
 
@@ -103,7 +98,7 @@ def test_what_is_played_grows_by_what_the_trace_says(trace: Trace) -> None:
 
 
 def small_trace() -> Trace:
-    """Weights of 1000 bytes, gradients that the next step frees, an activation of 300, two ways of an optimizer."""
+    """Weights of 1000 bytes, gradients that the next step frees, an activation of 300, an optimizer's copies."""
     memory = Memory({"weight": 1000, "gradient": 1000})
     memory.allocate("activation", 300)
     memory.record.operations.append(Ran(0, 0, FORWARD, 10, 20, 0))
@@ -111,42 +106,23 @@ def small_trace() -> Trace:
     memory.free("gradient")
     memory.allocate("new gradient", 1000)
     memory.free("activation")
-    for name, size in (("foreach", 2000), ("fused", 4)):
-        events, operations = len(memory.record.events), len(memory.record.operations)
-        memory.allocate(name, size, OPTIMIZER)
-        memory.record.operations.append(Ran(0, events, OPTIMIZER, 0, size, 0))
-        memory.free(name, OPTIMIZER)
-        memory.record.variants.append(
-            Variant(name=name, call=0, events=(events, events + 2), operations=(operations, operations + 1))
-        )
+    begun = len(memory.record.events)
+    memory.allocate("copies", 2000, OPTIMIZER)
+    memory.record.operations.append(Ran(0, begun, OPTIMIZER, 0, 2000, 0))
+    memory.free("copies", OPTIMIZER)
+    memory.record.optimizer_steps.append((begun, begun + 2))
     memory.ledger.own(0, "parameters", 1)
     memory.ledger.own(1, "gradients", 1)
     memory.ledger.own(memory.live["new gradient"], "gradients", 1)
     return memory.trace()
 
 
-def test_the_peak_is_that_of_the_chosen_optimizer() -> None:
-    """By default the user's own implementation is played; another has its own peak, and an unknown one is the own."""
-    trace = small_trace()
-    assert live_peak(trace) == 4000
-    assert live_peak(trace, "foreach") == 4000
-    assert live_peak(trace, "fused") == 2300
-    assert live_peak(trace, "unheard of") == 4000
-    assert [one.name for one in variants_played(trace, "fused")] == ["fused"]
-    assert operations_played(trace, "fused").tolist() == [True, False, True]
-    assert events_played(trace, "fused").sum() == len(trace.events) - 2
-
-
 def test_who_owns_the_peak_is_said_largest_first() -> None:
-    """Parameters, gradients, activations and an optimizer's needs are distinguished at the peak of each variant."""
+    """Parameters, gradients and an optimizer's needs are distinguished at the peak, of which modules own a part."""
     trace = small_trace()
     assert dict(owners_at_peak(trace)) == {"other": 2000, "parameters": 1000, "gradients": 1000}
-    assert list(owners_at_peak(trace, variant="fused").items()) == [
-        ("parameters", 1000),
-        ("gradients", 1000),
-        ("activations", 300),
-    ]
-    assert dict(owners_at_peak(trace, "module", "fused")) == {"net": 2000, "": 300}
+    assert live_peak(trace) == 4000
+    assert list(owners_at_peak(trace, "module").values()) == [2000, 2000]
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -155,10 +131,6 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
         small_trace(),
         assumptions=(Assumption(what="taken", line="a.py:1 in f"),),
         blocks=("layers.0",),
-        block_runs=(
-            BlockRun(block=0, forward=(0, 1), backward=-1, kept=(2,), operations=(0, 1)),
-            BlockRun(block=0, forward=(0, 1), backward=2, kept=(), operations=(0, 1), inputs=(1,), saved=(2,)),
-        ),
     )
     trace.save(tmp_path / "step")
     again = Trace.load(tmp_path / "step")

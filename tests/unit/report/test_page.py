@@ -100,6 +100,7 @@ def test_the_page_tells_what_happened(tmp_path):
         "Written 2026-11-21 00:00 UTC",
     ):
         assert expected in text, expected
+    assert "layer <code>proj</code>" in page
 
 
 def test_the_page_is_one_file_that_loads_nothing(tmp_path):

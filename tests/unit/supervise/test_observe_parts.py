@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.importing import ImportWatch
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, read_samples
 from holdfast.recorder.run_files import PROCESSES_FOLDER, ProcessInfo, read_processes, write_process
-from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.launchers import find_launcher_name
 from holdfast.supervise.observe.steps import Steps
 from holdfast.supervise.observe.values import OnItsWay, ValueReader

@@ -245,8 +245,8 @@ class Policy:
     def preset(cls, name: str, **overrides: Any) -> Policy:
         """Return the policy of a domain; ``HOLDFAST_*`` variables and then ``overrides`` win over it.
 
-        The same is meant by ``preset: tts`` in a YAML file and by ``HOLDFAST_PRESET=tts``. `holdfast presets` shows
-        all of them, with the source of each figure.
+        The same is meant by ``preset: tts`` in a YAML file and by ``HOLDFAST_PRESET=tts``. The reference of
+        `Policy` lists all of them, with the source of each figure.
 
         Raises:
             PolicyError: H110 for an unknown name, H101 or H102.

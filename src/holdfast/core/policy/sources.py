@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy.checks import bad_value
+from holdfast.core.policy.presets import presets
 
 if TYPE_CHECKING:
     import yaml
@@ -182,7 +183,7 @@ def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], me
     """
     group = parser.add_argument_group("holdfast", "values are YAML: 1.0, true, none, auto; lists: a,b")
     add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
-    add("--preset", dest=_OPTION + PRESET, metavar="NAME", help="settings of a domain: holdfast presets lists them")
+    add("--preset", dest=_OPTION + PRESET, metavar="NAME", help=f"settings of a domain: {', '.join(presets())}")
     add("--policy", dest=_OPTION + "policy", metavar="FILE", help="YAML file of fields and values")
     for field, default in defaults.items():
         meaning = " ".join(meanings.get(field, "").replace("`", "").split())

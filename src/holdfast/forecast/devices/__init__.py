@@ -1,1 +1,1 @@
-"""Devices: their catalogue, calibration and speed."""
+"""Devices: their catalogue and speed."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.forecast.devices.catalogue import Device
-from holdfast.forecast.trace.events import DTYPES, PHASES, Trace, operations_played
+from holdfast.forecast.trace.events import DTYPES, PHASES, Trace
 
 # What large matrix products reach of the data sheet's dense rate: A100 SXM 87 %, GH200 84 %, A100 PCIe 81 %, H100 SXM
 # 80 % (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS comparison table", torch 2.5 to 2.7).
@@ -28,17 +28,16 @@ LAUNCH_SECONDS = 10e-6
 def operation_seconds(trace: Trace, device: Device) -> npt.NDArray[np.float64]:
     """Return how long each operation of a step takes; shape ``(operations,)``.
 
-    The rates of a device are those of a data sheet unless they were measured.
+    The rates of a device are those of a data sheet.
     """
-    compute, bandwidth = (1.0, 1.0) if device.measured else (COMPUTE_EFFICIENCY, BANDWIDTH_EFFICIENCY)
     rates = np.array([device.flops_per_second(dtype) for dtype in DTYPES])
-    arithmetic = trace.flops / (rates[trace.dtype] * compute)
-    traffic = trace.moved_bytes / (device.bandwidth * bandwidth)
+    arithmetic = trace.flops / (rates[trace.dtype] * COMPUTE_EFFICIENCY)
+    traffic = trace.moved_bytes / (device.bandwidth * BANDWIDTH_EFFICIENCY)
     return np.maximum(np.maximum(arithmetic, traffic), LAUNCH_SECONDS)
 
 
-def step_seconds(trace: Trace, device: Device, *, variant: str | None = None, micro_steps: int = 1) -> float:
+def step_seconds(trace: Trace, device: Device, *, micro_steps: int = 1) -> float:
     """Return how long a step of the optimizer takes, with `micro_steps` passes like the one that the trace has."""
-    seconds = operation_seconds(trace, device) * operations_played(trace, variant)
+    seconds = operation_seconds(trace, device)
     stepped = trace.operation_phase == PHASES.index("optimizer")
     return float(micro_steps * seconds[~stepped].sum() + seconds[stepped].sum())

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from holdfast.core.errors import PolicyError
+from holdfast.core.importing import ImportWatch
 from holdfast.forecast.fake.cuda_module import Patches, install_cuda_module
 from holdfast.forecast.fake.guesses import Guesses
 
@@ -259,33 +260,12 @@ def for_several_devices(what: str) -> PolicyError:
 
 
 def _when_imported(patches: Patches, name: str, change: Callable[[Any], None]) -> None:
-    """Change a module now, or when it is imported."""
-    if name in sys.modules:
-        change(sys.modules[name])
-        return
-    finder = _WhenImported(name, change)
-    sys.meta_path.insert(0, finder)
-    patches.callback(sys.meta_path.remove, finder)
+    """Change a module now, or when it is imported while the stand-ins are there."""
+    watch = ImportWatch(_raised)
+    watch.when_imported(name, change)
+    if watch in sys.meta_path:
+        patches.callback(sys.meta_path.remove, watch)
 
 
-class _WhenImported:
-    """An import hook that changes one module when it has been loaded."""
-
-    def __init__(self, module: str, change: Callable[[Any], None]) -> None:
-        self._module, self._change = module, change
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self._module:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                execute = spec.loader.exec_module
-
-                def executed(module: Any, execute: Any = execute) -> None:
-                    execute(module)
-                    self._change(module)
-
-                spec.loader.exec_module = executed  # type: ignore[method-assign]
-                return spec
-        return None
+def _raised(error: BaseException) -> None:
+    raise error

@@ -98,7 +98,7 @@ class _Tracing:
             scratch_of = (scratch_cpu if request["route"] == "cpu" else scratch).scratch_of
             with Tracer(device.device, scratch=scratch_of, uncalibrated=device.uncalibrated) as self._tracer:
                 job.claim = self._tracer.claim
-                self._tracer.watch(models=job.models, optimizers=job.optimizers.values(), blocks=job.blocks)
+                self._tracer.watch(models=job.models, optimizers=job.optimizers.values())
                 self._begin("making a first step")
                 job.settle(self._sizes[0])
                 traces, seconds = self._trace_sizes()
@@ -145,6 +145,7 @@ class _Tracing:
             micro_batch_size=size,
             precision=self._request["precision"],
             route=self._request["route"],
+            blocks=tuple(name for name, _ in self._job.blocks),
             assumptions=(*self._job.assumptions, *self._device.assumptions),
         )
 
@@ -162,7 +163,6 @@ def _growth(traced: Trace) -> tuple[Assumption, ...]:
 def _facts(job: Job) -> dict[str, Any]:
     parameters = {id(p): p for model in job.models.values() for p in model.parameters()}.values()
     return {
-        "optimizers": {name: type(optimizer).__name__ for name, optimizer in job.optimizers.items()},
         "parameters": sum(p.numel() for p in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "accumulates": job.accumulates,

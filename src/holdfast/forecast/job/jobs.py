@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
 
@@ -36,9 +37,8 @@ from holdfast.forecast.job.user_functions import (
     own_autocasts,
 )
 from holdfast.forecast.trace.attribution import line_of
-from holdfast.forecast.trace.block_runs import find_blocks, modules_named
 from holdfast.forecast.trace.events import Assumption
-from holdfast.memory.recompute import recomputing
+from holdfast.memory.recompute import find_repeated_blocks, recomputing
 
 _AS_BUILT = "its tensors where they were built"
 _BATCH = "the batch on the device"
@@ -54,10 +54,10 @@ class Job:
         device: The fake device.
         gradient_accumulation_steps: Micro-batches of a step, where a loss function is given.
         max_grad_norm: Norm to which gradients are clipped.
-        recompute: Names of the modules to recompute.
+        recompute: Names of the modules to recompute, of `blocks`.
 
     Raises:
-        PolicyError: H412 for a name in ``recompute`` that is no module's, H426, H427.
+        PolicyError: H426, H427.
         BatchError: H413.
     """
 
@@ -86,7 +86,7 @@ class Job:
         if built.has_batch:
             reading: dict[str, Any] = {"read": self._read, "make": self._make}
             self.sample = SampleBatch(built.batch, size=built.batch_size, split=built.split, **reading)
-        self._recomputed = modules_named(recompute, self.models)
+        self._recomputed = [module for name, module in self.blocks if name in recompute]
         self._place_of_function = building.place_of(built.function)
         self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
         self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
@@ -303,3 +303,13 @@ def _untrained(what: str) -> PolicyError:
         " step accumulate its gradients and take every turn, or return a loss_fn, which is cut into micro-batches.",
         rule="H412",
     )
+
+
+def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that could be recomputed: repeated blocks, or else the children that have parameters."""
+    found: list[tuple[str, nn.Module]] = []
+    for prefix, model in models.items():
+        children = [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
+        blocks = find_repeated_blocks(model) or children
+        found += [(".".join(filter(None, (prefix, name))), block) for name, block in blocks]
+    return found

@@ -33,8 +33,7 @@ _TIMEOUT_SECONDS = 600.0
 _LOOK_SECONDS = 0.5  # between looks at a child that says nothing
 _LAST_LINES = 6  # of what the child has written to stderr, in an error
 _FACTS = (
-    "optimizers", "parameters", "trainable_parameters", "accumulates",
-    "host_bytes", "build_seconds", "casts",
+    "parameters", "trainable_parameters", "accumulates", "host_bytes", "build_seconds", "casts",
 )  # fmt: skip
 
 
@@ -67,7 +66,6 @@ class TraceResult:
         traces: One for each of `TraceRequest.sizes`, in that order.
         route: The fake device, ``"privateuse1"`` or ``"cpu"``.
         weights: ``"real"`` if ``build`` had to be run with real tensors.
-        optimizers: Classes of the optimizers by name.
         accumulates: Whether a larger batch can be cut into micro-batches; not where the step runs backward itself.
         host_bytes: Most memory that the child had resident.
         assumptions: What had to be taken for granted, in all traces.
@@ -77,7 +75,6 @@ class TraceResult:
     traces: tuple[Trace, ...]
     route: str
     weights: Weights
-    optimizers: dict[str, str]
     parameters: int
     trainable_parameters: int
     accumulates: bool

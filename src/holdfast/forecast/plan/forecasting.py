@@ -6,6 +6,7 @@ the user's runs in this process.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from holdfast.forecast.plan.planning import (
     GRANULE_BYTES,
     Question,
     Row,
+    Step,
     check_row,
     nearest_miss,
     plan_rows,
@@ -24,7 +26,6 @@ from holdfast.forecast.plan.planning import (
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.extrapolation import FITTED_SIZES, NotAlignedError, ScaledTrace, fit
-from holdfast.forecast.trace.recomputation import with_recompute
 
 _TRIALS = 3  # recommended plans that are traced until one holds
 _OWN_PRECISION = (
@@ -101,7 +102,12 @@ def make_forecast(order: Order, say: Callable[[str], object] = lambda _: None) -
         HoldfastError: What `tracing.trace_job` raises.
     """
     jobs, said = _all_traced(order, say)
-    steps = {precision: step for precision, (_, step) in jobs.items()}
+    steps = {
+        precision: Step(
+            plain=step, recomputed=functools.cache(functools.partial(_recomputed, order, precision, step, say, said))
+        )
+        for precision, (_, step) in jobs.items()
+    }
     plans = []
     for device in order.devices:
         plan = plan_device(order, device, steps, say)
@@ -150,7 +156,24 @@ def _all_traced(order: Order, say: Callable[[str], object]) -> tuple[dict[str, _
     return jobs, [Assumption(what=what) for what in left_out]
 
 
-def _traced(order: Order, precision: str, say: Callable[[str], object]) -> _Traced:
+def _recomputed(
+    order: Order, precision: str, plain: ScaledTrace, say: Callable[[str], object], said: list[Assumption]
+) -> tuple[ScaledTrace, tuple[str, ...]] | None:
+    """Return the step with all its blocks recomputed, and their names; None without any, or if it does not run so."""
+    blocks = plain.template.blocks
+    if not blocks:
+        return None
+    try:
+        result, step = _traced(order, precision, say, recompute=blocks)
+    except HoldfastError as error:
+        what = f"no plan in {precision} recomputes blocks, since then {one_line(error)}"
+        said.append(Assumption(what=what))
+        return None
+    said += result.assumptions
+    return step, blocks
+
+
+def _traced(order: Order, precision: str, say: Callable[[str], object], recompute: tuple[str, ...] = ()) -> _Traced:
     """Return what tracing found, and the step at any size."""
     failed: list[NotAlignedError] = []
     for times in _TIMES:
@@ -158,6 +181,7 @@ def _traced(order: Order, precision: str, say: Callable[[str], object]) -> _Trac
             factory=order.factory,
             precision=precision,
             sizes=tuple(times * size for size in FITTED_SIZES),
+            recompute=recompute,
             max_grad_norm=order.max_grad_norm,
         )
         result = trace_job(request, say)
@@ -182,7 +206,7 @@ def _traced(order: Order, precision: str, say: Callable[[str], object]) -> _Trac
 
 
 def plan_device(
-    order: Order, device: Device, steps: dict[str, ScaledTrace], say: Callable[[str], object] = lambda _: None
+    order: Order, device: Device, steps: dict[str, Step], say: Callable[[str], object] = lambda _: None
 ) -> DevicePlan:
     """Return what fits a device."""
     question = Question(
@@ -209,18 +233,17 @@ def has_bf16(device: Device) -> bool:
     return device.capability is None or device.capability >= (8, 0)
 
 
-def step_of(row: Row, step: ScaledTrace, question: Question, global_batch_size: int | None = None) -> Trace:
+def step_of(row: Row, step: Step, question: Question, global_batch_size: int | None = None) -> Trace:
     """Return the step of a plan as memory sees it."""
-    trace = step.at(max(1, row.micro_batch_size))
-    trace = with_recompute(trace, row.modules) if row.modules else trace
+    trace = step.of(row.modules).at(max(1, row.micro_batch_size))
     total = global_batch_size or question.global_batch_size
-    return with_accumulation(trace, total) if step.accumulates and total is not None else trace
+    return with_accumulation(trace, total) if step.plain.accumulates and total is not None else trace
 
 
 def verified(
     order: Order,
     plan: DevicePlan,
-    steps: dict[str, ScaledTrace],
+    steps: dict[str, Step],
     say: Callable[[str], object],
     said: list[Assumption],
 ) -> DevicePlan:
@@ -274,12 +297,12 @@ def _like(other: Row, row: Row) -> bool:
 
 def _described(row: Row) -> str:
     recomputed = f", {len(row.modules)} modules recomputed" if row.modules else ""
-    return f"micro-batches of {row.micro_batch_size} in {row.precision}, {row.optimizer}{recomputed}"
+    return f"micro-batches of {row.micro_batch_size} in {row.precision}{recomputed}"
 
 
-def _verify(order: Order, row: Row, step: ScaledTrace, question: Question) -> Verification:
+def _verify(order: Order, row: Row, step: Step, question: Question) -> Verification:
     total = question.global_batch_size
-    count = 2 if step.accumulates and total is not None and total > row.micro_batch_size else 1
+    count = 2 if step.plain.accumulates and total is not None and total > row.micro_batch_size else 1
     result = trace_job(
         TraceRequest(
             factory=order.factory,
@@ -292,9 +315,7 @@ def _verify(order: Order, row: Row, step: ScaledTrace, question: Question) -> Ve
     )
     fits, live_bytes = check_row(row, result.traces[0], question)
     forecast = step_of(row, step, question, count * row.micro_batch_size)
-    return Verification(
-        live_bytes=live_bytes, forecast_bytes=live_peak(forecast, row.optimizer, GRANULE_BYTES), fits=fits.fits
-    )
+    return Verification(live_bytes=live_bytes, forecast_bytes=live_peak(forecast, GRANULE_BYTES), fits=fits.fits)
 
 
 def one_line(error: HoldfastError) -> str:

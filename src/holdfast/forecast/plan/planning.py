@@ -1,10 +1,8 @@
 """Plans for a device: what fits at which micro-batch size, how fast each is, and which one to take.
 
-A plan is a precision, an implementation of the optimizer, the modules that are recomputed, a mode of the allocator.
+A plan is a precision, whether blocks are recomputed, and a mode of the allocator.
 For each the largest micro-batch is searched by playing the step on the simulated allocator under the device's memory;
-plans are ranked by their time for a sample. Live bytes, which are quick to add up, bound the search from above, and
-what was chosen with one implementation of the optimizer is tried first with the next: recomputation frees nothing
-while the optimizer works, so it rarely differs.
+plans are ranked by their time for a sample. Live bytes, which are quick to add up, bound the search from above.
 """
 
 from __future__ import annotations
@@ -18,13 +16,11 @@ from holdfast.forecast.allocator.replay import live_peak_bytes, smallest_cap_byt
 from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.devices.timing import step_seconds
 from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, with_workspaces
-from holdfast.forecast.plan.recompute_choice import choose
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Trace, live_peak, played
 from holdfast.forecast.trace.extrapolation import ScaledTrace
-from holdfast.forecast.trace.recomputation import with_recompute
 
-Recompute = Literal["none", "some", "all"]
+Recompute = Literal["none", "all"]
 
 _STEPS = 2  # that are played: the first begins with what is resident in a row, the second with what a step leaves
 # Where the allocator had to give back its cache in them, its blocks lie otherwise in the next: 3 steps were seen to
@@ -32,7 +28,6 @@ _STEPS = 2  # that are played: the first begins with what is resident in a row, 
 _STEPS_TO_SETTLE = 6
 MOST_SAMPLES = 4096  # looked for without a global batch size; gains of larger micro-batches are below 1 % by then
 _TIE = 0.02  # of the time per sample: less than what a roofline can tell apart
-_SIZES_WITH_SOME = 2  # for which a choice of blocks is sought, the most promising first; each takes ten replays or so
 GRANULE_BYTES = 512  # in which `max_memory_allocated` counts
 EXPANDABLE = "expandable_segments:True"
 _ALLOCATORS = ("", EXPANDABLE)  # values of PYTORCH_ALLOC_CONF
@@ -43,7 +38,6 @@ class Row:
     """One plan on one device.
 
     Args:
-        optimizer: Implementation, as `Variant.name`; empty if no optimizer is stepped.
         allocator: What ``PYTORCH_ALLOC_CONF`` is, `EXPANDABLE` or empty.
         micro_batch_size: The largest that fits, in samples; 0 if not even one does.
         live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without workspaces.
@@ -56,7 +50,6 @@ class Row:
 
     device: str
     precision: str
-    optimizer: str
     recompute: Recompute
     modules: tuple[str, ...]
     allocator: str
@@ -84,10 +77,6 @@ class Row:
             "forecast_peak_bytes": self.live_bytes,
         }
 
-    def optimizer_keyword(self) -> str:
-        """Return the keyword that chooses the optimizer's implementation, such as ``"fused=True"``; maybe empty."""
-        return {"fused": "fused=True", "foreach": "foreach=True", "for-loop": "foreach=False"}.get(self.optimizer, "")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
@@ -109,26 +98,40 @@ class Question:
         return default_margin_bytes(self.device, uncalibrated_scratch_bytes=trace.uncalibrated_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A job's step in one precision at any size, as it is; `recomputed` traces it with all blocks recomputed.
+
+    That is asked for where not the whole batch fits; it returns the step and the blocks, or None without any.
+    """
+
+    plain: ScaledTrace
+    recomputed: Callable[[], tuple[ScaledTrace, tuple[str, ...]] | None] = lambda: None
+
+    def of(self, modules: tuple[str, ...]) -> ScaledTrace:
+        """Return the step in which these modules, none or all blocks, are recomputed."""
+        found = self.recomputed() if modules else None
+        return self.plain if found is None else found[0]
+
+
 def plan_rows(
-    steps: Mapping[str, ScaledTrace], question: Question, on_row: Callable[[Row], object] = lambda _: None
+    steps: Mapping[str, Step], question: Question, on_row: Callable[[Row], object] = lambda _: None
 ) -> list[Row]:
-    """Return every plan on a device, in the order of precisions, optimizers, recomputation and allocator."""
+    """Return every plan on a device, in the order of precisions, allocator and recomputation."""
     rows = []
     for precision, step in steps.items():
-        names = list(dict.fromkeys(variant.name for variant in step.template.variants)) or [""]
         sized = _SizedStep(step, precision, question)
-        for optimizer in names:
-            for allocator in _ALLOCATORS:
-                for row in _Search(sized, optimizer, allocator).rows():
-                    rows.append(row)
-                    on_row(row)
+        for allocator in _ALLOCATORS:
+            for row in _Search(sized, allocator).rows():
+                rows.append(row)
+                on_row(row)
     return rows
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
     """Return the plan to take: the fastest, of those as fast the one that changes least; None if none fits.
 
-    What stands earlier in the list of precisions and implementations counts as the smaller change.
+    What stands earlier in the list of precisions counts as the smaller change.
     """
     fitting = [row for row in rows if row.fits]
     if not fitting:
@@ -136,14 +139,12 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     best = min(row.sample_seconds for row in fitting)
     near = [row for row in fitting if row.sample_seconds <= best * (1 + _TIE)]
     precisions = list(dict.fromkeys(row.precision for row in rows))
-    optimizers = list(dict.fromkeys(row.optimizer for row in rows))
 
     def changes(row: Row) -> tuple[int, ...]:
         return (
             len(row.modules),
             row.retries > 0,
             row.allocator != "",
-            optimizers.index(row.optimizer),
             precisions.index(row.precision),
             -row.micro_batch_size,
         )
@@ -158,13 +159,12 @@ def nearest_miss(rows: Iterable[Row]) -> Row | None:
 
 def check_row(row: Row, trace: Trace, question: Question) -> tuple[Fit, int]:
     """Return whether a trace that was made with a plan's own settings fits, and its live peak in bytes."""
-    fit = _fit(trace, question, row.optimizer, row.allocator)
-    return fit, live_peak(trace, row.optimizer, GRANULE_BYTES)
+    return _fit(trace, question, row.allocator), live_peak(trace, GRANULE_BYTES)
 
 
-def _fit(trace: Trace, question: Question, optimizer: str, allocator: str, steps: int = _STEPS) -> Fit:
+def _fit(trace: Trace, question: Question, allocator: str, steps: int = _STEPS) -> Fit:
     return check_fit(
-        *played(trace, steps, optimizer),
+        *played(trace, steps),
         question.device,
         expandable_segments=allocator == EXPANDABLE,
         margin_bytes=question.margin(trace),
@@ -172,47 +172,39 @@ def _fit(trace: Trace, question: Question, optimizer: str, allocator: str, steps
 
 
 class _SizedStep:
-    """A job's step with one precision at any size, and what was chosen to be recomputed at some of them."""
+    """A job's step with one precision at any size."""
 
-    def __init__(self, step: ScaledTrace, precision: str, question: Question) -> None:
+    def __init__(self, step: Step, precision: str, question: Question) -> None:
         self.step, self.precision, self.question = step, precision, question
         self.most_samples = question.most_samples
-        template = step.template
-        runs = {run.block for run in template.block_runs if run.backward >= 0}
-        self.blocks = tuple(name for number, name in enumerate(template.blocks) if number in runs)
         self.at = functools.lru_cache(maxsize=128)(self._make)
-        self.chosen: dict[tuple[int, str], tuple[str, ...]] = {}  # by size and allocator
 
     def _make(self, samples: int, modules: tuple[str, ...] = ()) -> Trace:
         """Return one micro-batch's step at a size."""
-        trace = self.step.at(samples)
-        return with_recompute(trace, modules) if modules else trace
+        return self.step.of(modules).at(samples)
 
     def in_memory(self, trace: Trace) -> Trace:
         """Return the step as memory sees it, in which gradients of earlier micro-batches are kept."""
         total = self.question.global_batch_size
-        return with_accumulation(trace, total) if total is not None and self.step.accumulates else trace
+        return with_accumulation(trace, total) if total is not None and self.step.plain.accumulates else trace
 
 
 class _Search:
-    """Looks for the largest micro-batch of plans with one precision, optimizer and allocator."""
+    """Looks for the largest micro-batch of plans with one precision and allocator."""
 
-    def __init__(self, sized: _SizedStep, optimizer: str, allocator: str) -> None:
+    def __init__(self, sized: _SizedStep, allocator: str) -> None:
         self._sized, self._question = sized, sized.question
-        self._optimizer, self._allocator = optimizer, allocator
+        self._allocator = allocator
 
     def rows(self) -> Iterable[Row]:
-        """Yield the plans without recomputation, with some, and with all of it."""
+        """Yield the plans without recomputation and, unless that would only cost time, with it."""
         nothing = self._largest(())
         yield nothing
-        blocks = self._sized.blocks
-        if not blocks or nothing.micro_batch_size >= self._sized.most_samples:
-            return  # recomputing would only cost time
-        everything = self._largest(blocks)
-        some = self._some(nothing, everything)
-        if some is not None:
-            yield some
-        yield everything
+        if (
+            nothing.micro_batch_size < self._sized.most_samples
+            and (found := self._sized.step.recomputed()) is not None
+        ):
+            yield self._largest(found[1])
 
     def _largest(self, modules: tuple[str, ...]) -> Row:
         """Return the plan with the largest micro-batch that fits: of all that live bytes allow, found by halving."""
@@ -244,63 +236,18 @@ class _Search:
         return found if found.fits else None
 
     def _replayed(self, trace: Trace, steps: int = _STEPS) -> Fit:
-        return _fit(self._sized.in_memory(trace), self._question, self._optimizer, self._allocator, steps)
+        return _fit(self._sized.in_memory(trace), self._question, self._allocator, steps)
 
     def _with_workspaces(self, trace: Trace, steps: int) -> tuple[Any, Any]:
-        return with_workspaces(*played(trace, steps, self._optimizer), self._question.device)
-
-    def _some(self, nothing: Row, everything: Row) -> Row | None:
-        """Return the fastest plan that recomputes some blocks only, at a size between those of none and of all."""
-        sizes = {max(1, everything.micro_batch_size)}
-        size = max(1, nothing.micro_batch_size + 1)
-        while size < everything.micro_batch_size:
-            sizes.add(size)
-            size *= 2
-        likely = sorted((self._estimate(samples), samples) for samples in sizes)
-        best: Row | None = None
-        for seconds, samples in likely[:_SIZES_WITH_SOME]:
-            if best is not None and seconds >= best.sample_seconds:
-                break
-            row = self._some_at(samples)
-            if row is not None and (best is None or row.sample_seconds < best.sample_seconds):
-                best = row
-        return best
-
-    def _estimate(self, samples: int) -> float:
-        """Return about what a sample takes if just enough is recomputed, as if each block saved its share."""
-        none, every = self._sized.at(samples, ()), self._sized.at(samples, self._sized.blocks)
-        cap = self._question.device.available_bytes - self._question.margin(none)
-        most, least = (
-            live_peak_bytes(*played(self._sized.in_memory(trace), 1, self._optimizer)) for trace in (none, every)
-        )
-        share = min(1.0, max(0.0, (most - cap) / max(1, most - least)))
-        fastest, slowest = (self._seconds(samples, modules) for modules in ((), self._sized.blocks))
-        return fastest + share * (slowest - fastest)
-
-    def _some_at(self, samples: int) -> Row | None:
-        known = self._sized.chosen.get((samples, self._allocator))
-        if known is not None:
-            fit = self._find_fit(self._sized.at(samples, known))
-            if fit is not None:
-                return self._row(known, samples, fit)
-        modules = choose(
-            self._sized.at(samples, ()),
-            fits=lambda edited: self._find_fit(edited) is not None,
-            seconds=lambda edited: step_seconds(edited, self._question.device, variant=self._optimizer),
-        )
-        if modules is None or not 0 < len(modules) < len(self._sized.blocks):
-            return None
-        ordered = tuple(name for name in self._sized.blocks if name in modules)
-        self._sized.chosen[samples, self._allocator] = ordered
-        return self._row(ordered, samples, self._find_fit(self._sized.at(samples, ordered)))
+        return with_workspaces(*played(trace, steps), self._question.device)
 
     def _seconds(self, samples: int, modules: tuple[str, ...]) -> float:
         """Return the time for a sample; the last micro-batch of a global batch may be a smaller one."""
         device, total = self._question.device, self._question.global_batch_size or samples
         full, rest = divmod(total, samples)
-        seconds = step_seconds(self._sized.at(samples, modules), device, variant=self._optimizer, micro_steps=full)
+        seconds = step_seconds(self._sized.at(samples, modules), device, micro_steps=full)
         if rest:
-            last = functools.partial(step_seconds, self._sized.at(rest, modules), device, variant=self._optimizer)
+            last = functools.partial(step_seconds, self._sized.at(rest, modules), device)
             seconds += last(micro_steps=2) - last(micro_steps=1)
         return seconds / total
 
@@ -318,12 +265,11 @@ class _Search:
         return Row(
             device=device.name,
             precision=self._sized.precision,
-            optimizer=self._optimizer,
-            recompute="none" if not modules else "all" if modules == self._sized.blocks else "some",
+            recompute="all" if modules else "none",
             modules=modules,
             allocator=self._allocator,
             micro_batch_size=samples,
-            live_bytes=live_peak(in_memory, self._optimizer, GRANULE_BYTES),
+            live_bytes=live_peak(in_memory, GRANULE_BYTES),
             process_bytes=fit.process_bytes,
             margin_bytes=fit.margin_bytes,
             missing_bytes=missing,

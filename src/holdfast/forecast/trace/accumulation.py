@@ -7,6 +7,7 @@ one leaves behind beside its gradients is dropped when the second one's backward
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,6 @@ import numpy.typing as npt
 
 from holdfast.forecast.trace.events import OWNERS, PHASES, Trace
 from holdfast.forecast.trace.extrapolation import most_each
-from holdfast.forecast.trace.recomputation import Moves
 
 _BACKWARD = PHASES.index("backward")
 _GRADIENTS, _BATCH = OWNERS.index("gradients"), OWNERS.index("batch")
@@ -44,8 +44,8 @@ class _Doubled:
         self._dies[self._storage[frees]] = frees
         self._end = int(np.flatnonzero(trace.event_phase == _BACKWARD)[-1]) + 1  # of the last backward pass
         self._in_first = np.ones(self._end, dtype=np.bool_)  # which events the first pass has: of no optimizer's step
-        for one in trace.variants:
-            self._in_first[one.events[0] : one.events[1]] = False
+        for begin, end in trace.optimizer_steps:
+            self._in_first[begin:end] = False
         made = self._storage[: self._end][self._in_first & (self._events[: self._end] > 0)]
         is_gradient = (trace.owner[made] == _GRADIENTS) & (self._dies[made] >= self._end)
         self._gradients: Ids = made[is_gradient]
@@ -72,8 +72,8 @@ class _Doubled:
         merged = np.insert(events, at, inserted)
         kept = merged != 0
         phases = np.insert(trace.event_phase, at, _BACKWARD)[kept]
-        moves, offset = Moves(at, kept), len(before)
-        spans = [(begin + offset, end + offset) for begin, end in (moves.span(one.events) for one in trace.variants)]
+        offset = len(before)
+        spans = tuple((begin + offset, end + offset) for begin, end in _moved_spans(trace, at, kept))
         return replace(
             trace,
             events=np.concatenate([before, merged[kept]]).astype(np.int32),
@@ -83,8 +83,7 @@ class _Doubled:
             module=trace.module[sources],
             line=trace.line[sources],
             operation_event=(trace.operation_event + offset).astype(np.int32),
-            block_runs=(),
-            variants=tuple(replace(one, events=span) for one, span in zip(trace.variants, spans, strict=True)),
+            optimizer_steps=spans,
         )
 
     def _second_pass(self, first: Ids, own: Ids) -> tuple[Ids, Ids, Ids]:
@@ -117,3 +116,16 @@ class _Doubled:
         others = births[~makes | (births == self._end)]
         added: Ids = others[np.searchsorted(others, born, side="right")]
         return added
+
+
+def _moved_spans(trace: Trace, at: Ids, kept: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Yield where the optimizers' steps are now; what was inserted at their ends is no part of them.
+
+    `at`, shape ``(inserted,)``, is the event before which each was inserted; `kept`, shape ``(events + inserted,)``,
+    says which were not taken out afterwards.
+    """
+    remaining, ordered = np.concatenate([[0], np.cumsum(kept)]), np.sort(at)
+    for begin, end in trace.optimizer_steps:
+        first = begin + np.searchsorted(ordered, begin, side="right")
+        last = end + np.searchsorted(ordered, end, side="left")
+        yield int(remaining[first]), int(remaining[last])

@@ -34,47 +34,6 @@ class Assumption:
     line: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRun:
-    """One pass of a module that could be recomputed.
-
-    Args:
-        block: Index into `Trace.blocks`.
-        forward: First event of its forward pass, and the one after its last.
-        backward: First event of its backward pass, from the first of its nodes on that has saved something; -1 if
-            there is none.
-        kept: Storages made in it that are its outputs.
-        operations: First operation of its forward pass, and the one after its last.
-        inputs: Storages that live before it begins and are given to it, except parameters: a checkpoint holds them
-            until its backward pass is done.
-        saved: Those of `kept` that its own graph holds too (a block that ends in a ReLU or softmax); None if unknown.
-    """
-
-    block: int
-    forward: tuple[int, int]
-    backward: int
-    kept: tuple[int, ...]
-    operations: tuple[int, int]
-    inputs: tuple[int, ...] = ()
-    saved: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One way in which the traced step made an optimizer's step; each step of the template uses one of them.
-
-    Args:
-        name: ``"foreach"``, ``"fused"``, ``"for-loop"``, or ``"as written"`` where the optimizer has no choice.
-        call: Which call of an optimizer's ``step`` within the training step, from 0.
-        events: First event, and the one after the last.
-    """
-
-    name: str
-    call: int
-    events: tuple[int, int]
-    operations: tuple[int, int]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """One steady training step.
@@ -100,8 +59,7 @@ class Trace:
         carried: Pairs (left by the step, found by it): the next step finds the first in place of the second.
         growth_bytes: What a step leaves behind beyond that: a leak, or a history that the user keeps.
         blocks: Paths of the modules that could be recomputed.
-        block_runs: Their passes, in the order of their forward passes.
-        variants: The ways in which the optimizers' steps were made; empty if no optimizer was stepped.
+        optimizer_steps: First event of each step of an optimizer, and the one after its last.
         micro_batch_size: Samples in the traced batch.
         uncalibrated_bytes: By how much the peak may be higher: not of all kernels is it known what they allocate for
             themselves.
@@ -126,8 +84,7 @@ class Trace:
     carried: tuple[tuple[int, int], ...]
     growth_bytes: int
     blocks: tuple[str, ...]
-    block_runs: tuple[BlockRun, ...]
-    variants: tuple[Variant, ...]
+    optimizer_steps: tuple[tuple[int, int], ...]
     micro_batch_size: int
     precision: str
     route: str
@@ -148,8 +105,7 @@ class Trace:
         with np.load(path, allow_pickle=False) as file:
             fields: dict[str, Any] = {name: file[name] for name in file.files}
         fields |= {name: _frozen(value) for name, value in json.loads(str(fields.pop("rest"))).items()}
-        for name, kind in (("assumptions", Assumption), ("block_runs", BlockRun), ("variants", Variant)):
-            fields[name] = tuple(kind(**{key: _frozen(value) for key, value in one.items()}) for one in fields[name])
+        fields["assumptions"] = tuple(Assumption(**one) for one in fields["assumptions"])
         return cls(**fields)
 
 
@@ -158,40 +114,7 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def variants_played(trace: Trace, variant: str | None = None) -> tuple[Variant, ...]:
-    """Return one variant for each call of an optimizer's ``step``.
-
-    It is that of the name; for None, or one that an optimizer does not have, the user's own.
-    """
-    calls: dict[int, Variant] = {}
-    for one in trace.variants:
-        if one.call not in calls or one.name == variant:
-            calls[one.call] = one
-    return tuple(calls.values())
-
-
-def events_played(trace: Trace, variant: str | None = None) -> npt.NDArray[np.bool_]:
-    """Return which events happen if each optimizer's step is made by this variant; shape ``(events,)``."""
-    return _of_variant(trace, variant, "events", len(trace.events))
-
-
-def operations_played(trace: Trace, variant: str | None = None) -> npt.NDArray[np.bool_]:
-    """Return which operations run if each optimizer's step is made by this variant; shape ``(operations,)``."""
-    return _of_variant(trace, variant, "operations", len(trace.operation_name))
-
-
-def _of_variant(trace: Trace, variant: str | None, what: str, length: int) -> npt.NDArray[np.bool_]:
-    chosen = set(variants_played(trace, variant))
-    kept = np.ones(length, dtype=np.bool_)
-    for one in trace.variants:
-        if one not in chosen:
-            kept[slice(*getattr(one, what))] = False
-    return kept
-
-
-def played(
-    trace: Trace, steps: int = 3, variant: str | None = None
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Return what several steps in a row do, beginning with the allocation of what is resident.
 
     What a step leaves behind takes the place of what it found, by `Trace.carried`; what it found and freed without
@@ -202,7 +125,7 @@ def played(
     """
     found = len(trace.resident)
     made = len(trace.size_bytes) - found
-    events = trace.events[events_played(trace, variant)]
+    events = trace.events
     storage = np.abs(events) - 1
     frees = events < 0
     pairs = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
@@ -230,12 +153,12 @@ def live_bytes(
     return np.cumsum(np.sign(events) * rounded[np.abs(events) - 1], dtype=np.int64)
 
 
-def live_peak(trace: Trace, variant: str | None = None, granule_bytes: int = 1) -> int:
+def live_peak(trace: Trace, granule_bytes: int = 1) -> int:
     """Return the most bytes that live at once in a step, what is resident included."""
-    return int(live_bytes(*played(trace, 1, variant), granule_bytes).max(initial=0))
+    return int(live_bytes(*played(trace, 1), granule_bytes).max(initial=0))
 
 
-def owners_at_peak(trace: Trace, by: str = "owner", variant: str | None = None) -> Mapping[str, int]:
+def owners_at_peak(trace: Trace, by: str = "owner") -> Mapping[str, int]:
     """Return who owns the bytes that are alive at the first moment of `live_peak`.
 
     Bytes are by ``"owner"``, ``"module"`` or ``"line"``, largest first, and add up to the peak; what none is known of
@@ -247,7 +170,7 @@ def owners_at_peak(trace: Trace, by: str = "owner", variant: str | None = None) 
         "line": (trace.lines, trace.line),
     }
     names, index = choices[by]
-    events, sizes = played(trace, 1, variant)
+    events, sizes = played(trace, 1)
     if not len(events):
         return {}
     until = events[: int(live_bytes(events, sizes).argmax()) + 1]
@@ -258,16 +181,16 @@ def owners_at_peak(trace: Trace, by: str = "owner", variant: str | None = None) 
     return {names[number]: int(totals[number]) for number in np.argsort(-totals, kind="stable") if totals[number]}
 
 
-def shares_of(trace: Trace, optimizer: str) -> dict[str, Mapping[str, int]]:
+def shares_of(trace: Trace) -> dict[str, Mapping[str, int]]:
     """Return bytes at the live peak by owners, modules (numbers as ``*``) and lines of the user's, largest first."""
     modules: dict[str, int] = {}
-    for name, size in owners_at_peak(trace, "module", optimizer).items():
+    for name, size in owners_at_peak(trace, "module").items():
         path = _NUMBER.sub("*", name)
         modules[path] = modules.get(path, 0) + size
     return {
-        "owners": owners_at_peak(trace, "owner", optimizer),
+        "owners": owners_at_peak(trace),
         "modules": _largest(modules),
-        "lines": _largest(owners_at_peak(trace, "line", optimizer)),
+        "lines": _largest(owners_at_peak(trace, "line")),
     }
 
 

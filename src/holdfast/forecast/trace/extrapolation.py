@@ -24,7 +24,7 @@ LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
 _SCRATCH = OWNERS.index("scratch")
 _OF_ANY_SIZE = [OWNERS.index(owner) for owner in ("parameters", "gradients", "optimizer state")]
-_COMPARED = ("blocks", "resident", "carried", "variants", "block_runs", "precision", "route")
+_COMPARED = ("blocks", "resident", "carried", "optimizer_steps", "precision", "route")
 
 
 class NotAlignedError(BatchError):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, BlockRun, Trace, Variant
+from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, Trace
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
 _ACTIVATIONS, _REST = OWNERS.index("activations"), OWNERS.index("other")
@@ -72,8 +72,7 @@ class Recording:
     event_phase: list[int] = field(default_factory=list)
     operations: list[Ran] = field(default_factory=list)
     backward_starts: list[int] = field(default_factory=list)
-    block_runs: list[BlockRun] = field(default_factory=list)
-    variants: list[Variant] = field(default_factory=list)
+    optimizer_steps: list[tuple[int, int]] = field(default_factory=list)
     assumptions: list[Assumption] = field(default_factory=list)
     uncalibrated_bytes: int = 0
 
@@ -87,49 +86,17 @@ class Recording:
         self.events.append(-number - 1)
         self.event_phase.append(phase)
 
-    def close(self, first_event: int, size_of: Callable[[int], int]) -> tuple[dict[int, int], list[int]]:
-        """Take out of the last events, one of several ways of a step, what does not both begin and end among them.
 
-        What it leaves takes the place of what it took away, if the sizes agree: returned is which storage another now
-        is, and storages that are to be forgotten.
-        """
-        tail = self.events[first_event:]
-        left = dict.fromkeys(event - 1 for event in tail if event > 0)
-        taken = [-event - 1 for event in tail if event < 0 and left.pop(-event - 1, self) is self]
-        if left or taken:
-            self._drop(first_event, {*left, *taken})
-        return match_in_order(list(left), taken, size_of)
-
-    def _drop(self, first_event: int, numbers: set[int]) -> None:
-        kept = [place for place in range(first_event, len(self.events)) if abs(self.events[place]) - 1 not in numbers]
-        for place, ran in enumerate(self.operations):
-            if ran.operation_event > first_event:
-                moved = first_event + bisect_left(kept, ran.operation_event)
-                self.operations[place] = ran._replace(operation_event=moved)
-        self.events[first_event:] = [self.events[place] for place in kept]
-        self.event_phase[first_event:] = [self.event_phase[place] for place in kept]
-
-    def cut(self, first_event: int, first_operation: int) -> None:
-        """Take out all events and operations from these on; `close` comes before it."""
-        del self.events[first_event:], self.event_phase[first_event:], self.operations[first_operation:]
-
-
-def match_in_order(
+def _match_in_order(
     left: Sequence[int], found: Iterable[int], size_of: Callable[[int], int]
-) -> tuple[dict[int, int], list[int]]:
-    """Return which of what was left takes the place of which that was found, by size and order, and what has none."""
+) -> Iterator[tuple[int, int]]:
+    """Yield which of what was left takes the place of which that was found, by size and order."""
     places: dict[int, deque[int]] = {}
     for number in found:
         places.setdefault(size_of(number), deque()).append(number)
-    pairs: dict[int, int] = {}
-    rest = []
     for number in left:
-        candidates = places.get(size_of(number))
-        if candidates:
-            pairs[number] = candidates.popleft()
-        else:
-            rest.append(number)
-    return pairs, rest
+        if candidates := places.get(size_of(number)):
+            yield number, candidates.popleft()
 
 
 def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
@@ -145,7 +112,6 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
         for name, column in zip(Ran._fields, columns, strict=True)
     }
     described["assumptions"] = (*described.get("assumptions", ()), *recording.assumptions)
-    runs = sorted(recording.block_runs, key=lambda run: (run.forward[0], -run.forward[1]))  # the outermost first
     return Trace(
         events=np.array(events, dtype=np.int32),
         event_phase=np.array(recording.event_phase, dtype=np.int8),
@@ -157,8 +123,7 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
         resident=tuple(range(len(recording.resident))),
         carried=carried,
         growth_bytes=growth,
-        block_runs=tuple(_renamed(run, dense) for run in runs),
-        variants=tuple(recording.variants),
+        optimizer_steps=tuple(recording.optimizer_steps),
         uncalibrated_bytes=recording.uncalibrated_bytes,
         **described,
     )
@@ -171,8 +136,7 @@ def _sort_frees(events: list[int], recording: Recording) -> None:
     each run, to no effect.
     """
     parts = {*(ran.operation_event for ran in recording.operations), *recording.backward_starts}
-    parts |= {place for run in recording.block_runs for place in (*run.forward, run.backward)}
-    parts |= {place for variant in recording.variants for place in variant.events}
+    parts |= {place for step in recording.optimizer_steps for place in step}
     phase = recording.event_phase
     begin = 0
     for end in range(1, len(events) + 1):
@@ -188,9 +152,8 @@ def _carried(recording: Recording, ledger: Ledger, dense: dict[int, int]) -> tup
     freed = sorted(resident - recording.survivors)
     left = sorted(recording.survivors - resident)
     size_of = ledger.size_bytes.__getitem__
-    pairs, _ = match_in_order(left, freed, size_of)
     growth = sum(map(size_of, left)) - sum(map(size_of, freed))
-    return tuple((dense[made], dense[found]) for made, found in pairs.items()), growth
+    return tuple((dense[made], dense[found]) for made, found in _match_in_order(left, freed, size_of)), growth
 
 
 def _owners(recording: Recording, ledger: Ledger, numbers: Sequence[int]) -> list[int]:
@@ -207,12 +170,3 @@ def _owners(recording: Recording, ledger: Ledger, numbers: Sequence[int]) -> lis
                 owner = _ACTIVATIONS
         owners.append(owner)
     return owners
-
-
-def _renamed(run: BlockRun, dense: dict[int, int]) -> BlockRun:
-    return replace(
-        run,
-        kept=tuple(dense[number] for number in run.kept),
-        inputs=tuple(dense[number] for number in run.inputs),
-        saved=None if run.saved is None else tuple(dense[number] for number in run.saved),
-    )

@@ -51,10 +51,6 @@ class Storages:
         held = None if storage is None else self._live.get(storage._cdata)
         return None if held is None or held.number < 0 else held.number
 
-    def is_parameter(self, number: int) -> bool:
-        """Return whether a storage is a parameter's."""
-        return self.ledger.owner.get(number) == 0
-
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on the device."""
         # A fake tensor's `device` is a property that asks who asks (`stand_ins`).
@@ -102,12 +98,6 @@ class Storages:
             self.ledger.own(number, "scratch")
             self.record.allocate(number, phase)
             self.record.free(number, phase)
-
-    def rename(self, names: Mapping[int, int], forgotten: list[int]) -> None:
-        """Let storages take the numbers of others, and some have none any more."""
-        if names or forgotten:
-            for held in self._live.values():
-                held.number = -1 if held.number in forgotten else names.get(held.number, held.number)
 
     @contextlib.contextmanager
     def watching_resizes(self) -> Iterator[None]:

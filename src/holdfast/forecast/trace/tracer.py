@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Self
 
@@ -21,10 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.forecast.kernels.scratch import Scratch, Uncalibrated
-from holdfast.forecast.trace import optimizer_variants
 from holdfast.forecast.trace.attribution import Places
-from holdfast.forecast.trace.block_runs import BlockRuns
-from holdfast.forecast.trace.events import Assumption, Trace, Variant
+from holdfast.forecast.trace.events import Assumption, Trace
 from holdfast.forecast.trace.operations import Operations
 from holdfast.forecast.trace.recording import BACKWARD, FORWARD, OPTIMIZER, OTHER, Ran, Recording, as_trace
 from holdfast.forecast.trace.storages import Owners, Storages, tensors_in
@@ -55,12 +53,11 @@ class Tracer(TorchDispatchMode):
         self._storages = Storages(device.type, self._running_phase)
         self._owners = Owners(self._storages, self._places)
         self._operations = Operations()
-        self._blocks = BlockRuns(self._storages)
         self._recorded: Recording | None = None
         self._outside = FORWARD  # the phase when autograd's engine is not running
         self._in_backward = False
         self._engine_ran = False  # whether the last operation was one of the engine's own
-        self._steps_begun: list[tuple[int, int]] = []  # events and operations before each optimizer step that runs
+        self._steps_begun: list[int] = []  # events before each optimizer step that runs
         self._cleanup = contextlib.ExitStack()
         self._scratch = scratch
         self._uncalibrated = uncalibrated or Uncalibrated()
@@ -81,7 +78,6 @@ class Tracer(TorchDispatchMode):
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._cleanup.callback(handle.remove)
-        self._cleanup.callback(self._blocks.close)
         self._cleanup.enter_context(self._storages.watching_resizes())
         return self
 
@@ -94,11 +90,9 @@ class Tracer(TorchDispatchMode):
         *,
         models: Mapping[str, nn.Module] | None = None,
         optimizers: Iterable[torch.optim.Optimizer] = (),
-        blocks: Sequence[tuple[str, nn.Module]] = (),
     ) -> None:
-        """Note what owns memory: models by the names that begin their modules' paths, optimizers, blocks."""
+        """Note what owns memory: models by the names that begin their modules' paths, and optimizers."""
         self._owners.watch(models or {}, optimizers)
-        self._blocks.watch(blocks)
         self._owners.find_all()
 
     def claim(self, tensors: Any, owner: str = "batch") -> None:
@@ -113,7 +107,6 @@ class Tracer(TorchDispatchMode):
         """
         gc.collect()
         self._places.forget()
-        self._blocks.forget()
         self._steps_begun.clear()
         self._owners.find_all()  # in the order in which Module.to moves them to a device
         self._storages.hold_unknown()
@@ -146,9 +139,8 @@ class Tracer(TorchDispatchMode):
             "modules": tuple(self._places.modules),
             "lines": tuple(self._places.lines.texts),
             "names": tuple(self._operations.names),
-            "blocks": tuple(self._blocks.names),
         }
-        plain = {"precision": "fp32", "route": "cpu", "assumptions": ()}
+        plain = {"blocks": (), "precision": "fp32", "route": "cpu", "assumptions": ()}
         return as_trace(self._recorded, self._storages.ledger, **names, **{**plain, **described})
 
     # What torch calls.
@@ -216,9 +208,9 @@ class Tracer(TorchDispatchMode):
         self._owners.find_gradients()
         self._outside = OPTIMIZER
         record = self._storages.record
-        self._steps_begun.append((0, 0) if record is None else _here(record))
+        self._steps_begun.append(0 if record is None else len(record.events))
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         if not self._steps_begun:
             return
         begun = self._steps_begun.pop()
@@ -228,45 +220,5 @@ class Tracer(TorchDispatchMode):
         self._owners.find_state(optimizer)
         record = self._storages.record
         if record is not None:
-            call = 1 + max((variant.call for variant in record.variants), default=-1)
-            names = (self._operations.names[ran.operation_name] for ran in record.operations[begun[1] :])
-            own = optimizer_variants.implementation_of(optimizer, names)
-            _add_variant(record, own, call, begun)
-            if not any(value is not None for value in (*args[1:], *kwargs.values())):  # a closure, or a scale
-                self._steps_begun.append((0, 0))
-                for name in optimizer_variants.find_alternatives(optimizer):
-                    if name != own:
-                        self._try_alternative(record, optimizer, name, call)
-                self._steps_begun.pop()
+            record.optimizer_steps.append((begun, len(record.events)))
         self._outside = OTHER
-
-    def _try_alternative(self, record: Recording, optimizer: torch.optim.Optimizer, name: str, call: int) -> None:
-        """Make the optimizer's step by another implementation too, if that takes these parameters."""
-        begun = _here(record)
-        refusal = None
-        self._storages.record = None  # that the step counters move is not the step's doing
-        try:
-            with optimizer_variants.arranged(optimizer, name):
-                self._storages.record = record
-                optimizer_variants.step_again(optimizer)
-                self._storages.record = None
-        except optimizer_variants.REFUSALS as error:
-            refusal = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self._storages.record = record
-        self._storages.rename(*record.close(begun[0], self._storages.ledger.size_bytes.__getitem__))
-        if refusal is None:
-            _add_variant(record, name, call, begun)
-        else:
-            record.cut(*begun)
-            what = f"the {name} implementation of {type(optimizer).__name__} was left out: {refusal}"
-            record.assumptions.append(Assumption(what=what))
-
-
-def _here(record: Recording) -> tuple[int, int]:
-    """Return how many events and operations there are so far."""
-    return len(record.events), len(record.operations)
-
-
-def _add_variant(record: Recording, name: str, call: int, begun: tuple[int, int]) -> None:
-    events, operations = zip(begun, _here(record), strict=True)
-    record.variants.append(Variant(name=name, call=call, events=events, operations=operations))

@@ -16,8 +16,8 @@ from functools import wraps
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from holdfast.core.importing import ImportWatch
 from holdfast.core.raised import describe_exception, printable
-from holdfast.supervise.observe.importing import ImportWatch
 
 if TYPE_CHECKING:
     from holdfast.core.events.event import EventData

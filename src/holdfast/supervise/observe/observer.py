@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.core.importing import ImportWatch
 from holdfast.core.raised import printable
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing
 from holdfast.recorder.run_files import (
@@ -27,7 +28,6 @@ from holdfast.recorder.run_files import (
     write_process,
 )  # fmt: skip
 from holdfast.supervise.observe.endings import Endings
-from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.launchers import find_launcher_name
 from holdfast.supervise.observe.stacks import Stacks
 

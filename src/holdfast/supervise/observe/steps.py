@@ -25,9 +25,9 @@ from holdfast.supervise.observe.values import MemoryReadings, OnItsWay, ValueRea
 
 if TYPE_CHECKING:
     from holdfast.core.events.event import EventData
+    from holdfast.core.importing import ImportWatch
     from holdfast.recorder.progress import ProgressBoard
     from holdfast.recorder.run_files import ProcessRole
-    from holdfast.supervise.observe.importing import ImportWatch
 
 P = TypeVarTuple("P")
 # Calls of backward after which they are counted as steps although an optimizer was made: it is compiled, so that its
