@@ -130,6 +130,7 @@ def test_the_commands_and_their_flags() -> None:
             "--precision",
             "--verify",
         ],
+        "calibrate": ["--index", "--json", "--out"],
         "quarantine": ["--evidence", "--json", "--release", "--release-all"],
     }
 

@@ -40,7 +40,7 @@ Factory = Annotated[
 ]
 Devices = Annotated[
     list[str],
-    typer.Option(metavar="NAME", help="A GPU such as T4, or a size such as 24GiB; repeatable."),
+    typer.Option(metavar="NAME", help="A GPU such as T4, a size such as 24GiB, or a file of calibrate; repeatable."),
 ]
 GlobalBatchSize = Annotated[
     int | None,
@@ -55,7 +55,9 @@ Precisions = Annotated[
 ]
 Margin = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 10 % of the device."),
+    typer.Option(
+        metavar="SIZE", help="What to keep free, such as 1GiB; else 4 % of a calibrated device, 10 % of others."
+    ),
 ]
 MaxGradNorm = Annotated[float | None, typer.Option(min=0, help="If you clip gradients, at which norm.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")]
@@ -280,6 +282,8 @@ def _cells(row: Row, relative: float) -> tuple[str, ...]:
 def _sources(plan: DevicePlan) -> str:
     """Return where the figures of a device are from."""
     device = plan.question.device
+    if device.measured:
+        return "measured by holdfast calibrate"
     figures = {
         "usable": f"usable {_gib(device.usable_bytes)}",
         "context": f"context {_gib(device.context_bytes)}",

@@ -233,14 +233,18 @@ def test_fit_on_a_device() -> None:
 
 
 def test_the_margin_has_a_floor_and_keeps_all_unknown_scratch() -> None:
-    """A small device keeps 512 MiB back, a large one 10 percent, and unknown scratch comes on top."""
+    """A small device keeps 512 MiB back, a large one 4 or 10 percent, and unknown scratch comes on top of either."""
     small, large = (replace(find_device("H100"), usable_bytes=gib * GIB) for gib in (4, 100))
     assert default_margin_bytes(small) == LEAST_MARGIN_BYTES
     assert default_margin_bytes(large, uncalibrated_scratch_bytes=7) == 10 * GIB + 7
+    assert default_margin_bytes(replace(large, measured=True), uncalibrated_scratch_bytes=7) == 4 * GIB + 7
 
 
 @pytest.mark.parametrize("name", ["T4", "V100-16GB", "A100-80GB", "RTX 3090", "24GiB", "80GiB"])
 def test_a_device_that_old_cuda_runs_on_keeps_its_context_free(name: str) -> None:
-    """Context and margin hold a tenth of the device and the largest context seen with CUDA 11."""
+    """Context and margin hold a tenth of the device and the largest context seen with CUDA 11, unless calibrated."""
     device = find_device(name)
     assert default_margin_bytes(device) + device.context_bytes >= 0.1 * device.usable_bytes + 1.3 * GIB
+    assert default_margin_bytes(replace(device, measured=True)) == max(
+        LEAST_MARGIN_BYTES, int(0.04 * device.usable_bytes)
+    )

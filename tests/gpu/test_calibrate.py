@@ -1,4 +1,4 @@
-"""The simulated allocator on a CUDA machine, beside the real one."""
+"""`holdfast calibrate` on a CUDA machine: plausible figures, a file that plans read, and a simulator that agrees."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.gpu.marks import NEEDS_CUDA
+
+from holdfast.forecast.devices.catalogue import find_device
 
 pytestmark = NEEDS_CUDA
 
@@ -36,6 +38,21 @@ for step in range(6):
 found = first_difference(torch.cuda.memory._snapshot(), expandable=expandable, cap_bytes=allowed)
 assert not found, found
 """
+
+
+def test_figures_are_plausible_and_a_plan_finds_them(tmp_path: Path) -> None:
+    """A calibration gives memory, workspaces and rates in the range of real boards, and its file is a device."""
+    path = tmp_path / "here.json"
+    code = "from holdfast.cli.main import make_app; make_app('calibrate')()"
+    command = [sys.executable, "-c", code, "calibrate", "--out", str(path)]
+    subprocess.run(command, check=True, timeout=180)
+    device = find_device(str(path))
+    assert device.measured
+    assert device.usable_bytes <= device.total_bytes
+    assert 0.05 * 2**30 < device.context_bytes < 2 * 2**30
+    assert 4 << 20 <= device.cublas_workspace_bytes <= 256 << 20
+    assert 1e11 < device.bandwidth < 2e13
+    assert device.flops["fp32"] < device.flops.get("bf16", float("inf"))
 
 
 @pytest.mark.parametrize(("mode", "allowed"), [("default", 0), ("default", 400 << 20), ("expandable", 0)])
