@@ -595,11 +595,9 @@ def refusals(rank, run):
     cases = {
         "a Linear and no DistributedDataParallel": lambda: guarded(nn.Linear(6, 1)),
         "only a part was given to fully_shard": lambda: guarded(sharded(layers := nn.Sequential(small()), layers[0])),
-        "a part of it is not sharded": lambda: guarded(sharded(both := small(), ignored_params={both.bias})),
-        "its parameters are spread as": lambda: guarded(
-            sharded(small(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
-        ),
-        "it is spread over 1 of the ranks": lambda: guarded(
+        "is sharded in part only": lambda: guarded(sharded(both := small(), ignored_params={both.bias})),
+        "is spread as": lambda: guarded(sharded(small(), shard_placement_fn=lambda p: Shard(p.ndim - 1))),
+        "is spread over 1 of the ranks": lambda: guarded(
             sharded(small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
         ),
         "micro_batch_size=1": lambda: guarded(sharded(small()), micro_batch_size=1),

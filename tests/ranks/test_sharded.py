@@ -74,6 +74,9 @@ def bare(rank, kind):
     model, optimizer = made(kind)
     torch.manual_seed(rank)
     for batch in batches_of(rank):
+        with torch.no_grad():
+            model.eval()(batch)
+        model.train()
         optimizer.zero_grad()
         loss_of(model)(batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -84,10 +87,14 @@ def bare(rank, kind):
 def guarded(rank, run, kind):
     model, optimizer = made(kind)
     guard = holdfast.Guard(
-        run, model=model, optimizer=optimizer, loader=batches_of(rank), max_grad_norm=0.1, save_interval_steps=None
+        run, model=model, optimizer=optimizer, loader=batches_of(rank), max_grad_norm=0.1, save_interval_steps=2
     )
     torch.manual_seed(rank)
-    losses = [float(guard.step(batch, loss_of(model)).loss) for batch in guard.batches(max_epochs=1)]
+    losses = []
+    for batch in guard.batches(max_epochs=1):
+        with guard.evaluate():  # leaves the outermost parameters whole
+            model(batch)
+        losses.append(float(guard.step(batch, loss_of(model)).loss))
     found = [*state_of(model, optimizer), torch.get_rng_state()]
     guard.close()
     return found, losses
@@ -214,6 +221,11 @@ def disturbed(rank, run, what, where):
                 torch.empty(2**50, dtype=torch.uint8)
         return loss
 
+    def in_the_optimizer(*_):
+        if what == "optimizer" and rank == where and len(results) == 3:
+            torch.empty(2**50, dtype=torch.uint8)
+
+    optimizer.register_step_pre_hook(in_the_optimizer)
     for batch in guard.batches(max_epochs=1):
         if what == "nan" and rank == where and len(results) in (0, 3):
             batch[3] = float("nan")
@@ -245,7 +257,13 @@ def test_a_stop_on_one_rank_stops_all_at_the_same_step(tmp_path):
     assert [path.name for path in Path(tmp_path, "checkpoints").glob("*-step00000004/rank1/model.safetensors")]
 
 
-TEXTS = {"bad input": "H202", "exception": "KeyError: 'the wrong key'", "out of memory": "H401", "killed": "H114"}
+TEXTS = {
+    "bad input": "H202",
+    "exception": "KeyError: 'the wrong key'",
+    "out of memory": "H401",
+    "optimizer": "H402",
+    "killed": "H114",
+}
 
 
 @pytest.mark.parametrize(("what", "where"), [(what, number % 2) for number, what in enumerate(TEXTS)])

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -53,8 +53,7 @@ class Share:
 
     begin: int
     end: int
-    whole: Callable[[torch.Tensor], torch.Tensor]
-    """Returns the tensor of which these rows are the share, as the process sees it."""
+    whole: Callable[[torch.Tensor], torch.Tensor]  # returns the tensor that has these rows, as the process sees it
 
 
 class Writers:
@@ -70,9 +69,6 @@ class Writers:
     def first(self, work: Callable[[], _T]) -> _T:
         """Return, to all, what the work of the first one has given; its error is raised by all."""
         return work()
-
-    def fail(self, error: Exception) -> None:
-        """Tell the others that this one has failed before its share could be looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +158,8 @@ def write(store: Store, shot: Snapshot, *, unix_seconds: float, writers: Writers
         CheckpointError: H311, if what was read back is not what was written.
     """
     writers = writers or Writers()
-    draft, save_id = writers.first(
-        lambda: store.begin(shot.global_step, needed_bytes=shot.size_bytes() + _SPARE_BYTES)
-    )
+    needed = shot.size_bytes() + _SPARE_BYTES
+    draft, save_id = writers.first(lambda: store.begin(shot.global_step, needed_bytes=needed))
     try:
         shares = writers.all(lambda: _write_share(draft, shot, writers.rank))
         files = {name: extents for share in shares for name, extents in share.items()}
@@ -183,25 +178,20 @@ def write(store: Store, shot: Snapshot, *, unix_seconds: float, writers: Writers
 
 def _write_share(draft: Path, shot: Snapshot, rank: int) -> dict[str, dict[str, dict[str, Any]]]:
     """Write and verify the files of one writer, and return their extents. The first one's lie on top."""
-    folder = _folder_of(rank)
-    files = {}
+    folder, files = f"rank{rank}/" if rank else "", {}
     for component, tensors in shot.tensors.items():
         if tensors:
             (draft / folder).mkdir(exist_ok=True)
             files[f"{folder}{component}{_SUFFIX}"] = _write_tensors(draft / folder / (component + _SUFFIX), tensors)
-    if files and rank:
-        fsync_path(draft / folder)
     if rank == 0:
         body = json.dumps(shot.state, separators=(",", ":"), allow_nan=False).encode()
         write_file(draft / STATE_FILE, body)
         files[STATE_FILE] = {"json": Extent(begin=0, end=len(body), sha256=hashlib.sha256(body).hexdigest())}
     for name, extents in files.items():
         verify_file(draft, name, extents)
+    if files:
+        fsync_path(draft / folder)
     return {name: {key: asdict(each) for key, each in extents.items()} for name, extents in files.items()}
-
-
-def _folder_of(rank: int) -> str:
-    return f"rank{rank}/" if rank else ""
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Extent]:
@@ -258,8 +248,7 @@ def read_components(
         names: Of the components.
         into: Live tensors by component and name. One of the saved type and shape is overwritten and returned, unless
             it is expanded; all others are made, on the host.
-        share_of: Says of component, name and shape which rows of a tensor are read; None: all. However many have
-            written it, the rows follow each other.
+        share_of: Says of component, name and shape which rows of a tensor are read; None: all.
 
     Raises:
         CheckpointError: H311, if a file has lost its end meanwhile.
@@ -340,8 +329,7 @@ def _is_what(extent: Extent, tensor: torch.Tensor) -> bool:
     return digest.hexdigest() == extent.sha256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class _Rows(NamedTuple):
     """Where rows of a tensor lie."""
 
     file: BufferedReader
@@ -368,8 +356,7 @@ def _read_tensors(
             for name, place in json.loads(file.read(size)).items():
                 begin, end = place["data_offsets"]
                 dtype, shape = _TYPES[place["dtype"]], torch.Size(place["shape"])
-                rows = _Rows(file=file, begin=8 + size + begin, size_bytes=end - begin, dtype=dtype, shape=shape)
-                pieces.setdefault(name, []).append(rows)
+                pieces.setdefault(name, []).append(_Rows(file, 8 + size + begin, end - begin, dtype, shape))
         return {name: _read_tensor(name, found, into.get(name), share_of) for name, found in pieces.items()}
 
 

@@ -73,10 +73,7 @@ class Messages:
                     self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
 
     def exchange(self, topic: str, value: Any, among: str = "") -> list[Any]:
-        """Return the values of all ranks; all of them call this at the same place.
-
-        `among` names who talks, if it is a thread of its own.
-        """
+        """Return the values of all ranks; all call this at the same place. `among` names a thread of its own."""
         if self.has_left:
             raise self._gone(_LEFT)
         number = next(self._topics[among])
@@ -215,15 +212,6 @@ class SharedWriters(Writers):
         found: list[Any] = self.all(work if self.rank == 0 else lambda: None)
         own: _T = found[0]
         return own
-
-    def fail(self, error: Exception) -> None:
-        """Tell the others that this rank has failed before its share could be looked at."""
-
-        def failed() -> None:
-            raise error
-
-        with contextlib.suppress(Exception):
-            self.all(failed)
 
 
 def _speaks_of_a_peer(text: str) -> bool:

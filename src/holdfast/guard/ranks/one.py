@@ -56,6 +56,8 @@ class OneRank:
     """Returns the norms of whole gradients, of those of the shards that each rank holds."""
     writers: Writers | None = Writers()
     """Who writes checkpoints; None: another rank does."""
+    share: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda trees: trees)
+    """Returns what this rank saves of the state of all components."""
     shares: Callable[[Parts], Callable[[str, str, torch.Size], Share | None]] | None = None
     """Returns what says which rows of a saved tensor are for this rank, of component, name and shape."""
     spare_memory: Callable[[], None] = staticmethod(lambda: None)
@@ -115,10 +117,6 @@ class OneRank:
     def states(self, own: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return what a checkpoint holds of each rank, besides what is the same on all; None if there is one."""
         return None
-
-    def share(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank saves of the state of all components."""
-        return trees
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a checkpoint holds of this rank: its random state and, where that differs, its position."""

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,7 +55,8 @@ class Ranks(OneRank):
         self._messages = Messages(self.rank, self.world_size)
         self.shares = model.shares
         self.writers = Writers() if self.rank == 0 else None
-        if model.share is not None:
+        if isinstance(model, Sharded):
+            self.share = partial(model.share, is_first=self.rank == 0)
             self.writers = SharedWriters(self.rank, self._messages)
         self._rows_begun = 0
         self._pending: PendingRow | None = None
@@ -212,7 +214,7 @@ class Ranks(OneRank):
         """Begin what the others wait for, in NaN; return what is in the way, or None."""
         if self._rows is not None:
             return "all ranks have the gradients of this step already, and the others go on with them"
-        why: str | None = self._model.why_unpayable()
+        why: str | None = self._model.why_not_alone or self._model.why_unpayable()
         if why is not None:
             return why
         try:
@@ -321,12 +323,6 @@ class Ranks(OneRank):
         each = self._messages.exchange("states", {**own(), "behind": self._is_behind})
         self._catch_up([state.pop("behind") for state in each])
         return {"reference": self._reference, "each": each}
-
-    def share(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank saves of the state of all components."""
-        share = self._model.share
-        found: dict[str, Any] = trees if share is None else share(trees, is_first=self.rank == 0)
-        return found
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a checkpoint holds of this rank: its random state and, where that differs, its position."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +14,9 @@ def ranks_of(parts: Parts) -> OneRank:
     """Return the ranks that train these parts; raise H108 for what several cannot train under a guard."""
     if not distributed.is_available() or not distributed.is_initialized():
         return OneRank()
-    sharded = [name for name, model in parts.models.items() if any(map(_is_spread, model.parameters()))]
+    sharded = [
+        name for name, each in parts.models.items() if any(hasattr(p, "placements") for p in each.parameters())
+    ]
     if sharded:
         return _of_sharded(parts, sharded)
     if distributed.get_world_size() == 1:
@@ -43,10 +44,6 @@ def ranks_of(parts: Parts) -> OneRank:
     return Ranks(Replicated(wrapper), optimizer)
 
 
-def _is_spread(parameter: torch.Tensor) -> bool:
-    return hasattr(parameter, "placements")
-
-
 def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
     """Return the ranks among which `fully_shard` has spread the model of this name."""
     from torch.distributed.fsdp import FSDPModule
@@ -56,14 +53,14 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
 
     if len(names) != 1 or len(parts.optimizers) != 1 or parts.wrappers:
         raise _refused(
-            f"{len(names) + len(parts.wrappers)} sharded or wrapped models, {len(parts.optimizers)} optimizers"
+            f"{len(names)} sharded and {len(parts.wrappers)} wrapped models, {len(parts.optimizers)} optimizers"
         )
     for name, model in parts.models.items():
         if name in names and not isinstance(model, FSDPModule):
             raise _refused(f"of model {name!r} only a part was given to fully_shard")
         for parameter in model.parameters():
             if (why := why_unknown(parameter, distributed.get_world_size())) is not None:
-                raise _refused(f"model {name!r}: {why}")
+                raise _refused(f"model {name!r} {why}")
     (optimizer,) = parts.optimizers.values()
     return Ranks(Sharded(parts.models[names[0]]), optimizer)
 

@@ -26,7 +26,7 @@ class Replicated:
     """One wrapped model."""
 
     why_not_alone = None
-    norms = share = shares = None
+    norms = shares = None
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     unobserved: ClassVar[Mapping[str, Any]] = {}
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.checkpoint.saver import Share
+from holdfast.core.errors import CheckpointError
 from holdfast.guard.parts import Parts
 from holdfast.guard.saving.components import component_of
 from holdfast.guard.state.trees import copied
@@ -52,10 +53,6 @@ class Sharded:
     def end(self) -> None:
         """Note that the attempt is over."""
 
-    def why_unpayable(self) -> str:
-        """Return why nobody but torch can begin the collectives of this model."""
-        return _ALONE
-
     def norms(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the norms of whole gradients, of those of the shards: torch's own arithmetic, in one collective."""
         squares = torch.stack(list(own)).pow(2)
@@ -66,17 +63,15 @@ class Sharded:
         """Return what one rank saves: its rows of what is sharded; the first one also all else."""
 
         def own(tensor: torch.Tensor) -> Any:
-            if is_first or (
-                isinstance(tensor, DTensor) and not any((tensor.device_mesh.get_coordinate() or ())[:-1])
-            ):
-                return local(tensor)
-            return None  # another rank saves the same
+            if not isinstance(tensor, DTensor):
+                return tensor if is_first else None  # another rank saves the same
+            if (why := _other_than_rows(tensor)) is not None:
+                fix = "use an optimizer whose moments have the shape of their weights, such as AdamW."
+                raise CheckpointError(f"the state {why}", limit="each rank saves some rows", fix=fix, rule="H310")
+            return None if any((tensor.device_mesh.get_coordinate() or ())[:-1]) else local(tensor)
 
-        def is_spread(component: str) -> bool:
-            return component.partition(".")[0] in ("model", "optimizer")
-
-        found = {component: copied(tree, own) for component, tree in trees.items() if is_spread(component)}
-        return {**trees, **found} if is_first else found
+        spread = [component for component in trees if component.partition(".")[0] in ("model", "optimizer")]
+        return {**(trees if is_first else {}), **{component: copied(trees[component], own) for component in spread}}
 
     def shares(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
         """Return what says which rows of a saved tensor are for this rank, of component, name and shape.
@@ -101,12 +96,16 @@ class Sharded:
 def why_unknown(parameter: torch.Tensor, world_size: int) -> str | None:
     """Return what about the way in which a parameter is spread is not known to us, or None."""
     if not isinstance(parameter, DTensor):
-        return "a part of it is not sharded" if parameter.requires_grad else None
-    *others, last = parameter.placements
-    if last != Shard(0) or any(each != Replicate() for each in others):
-        return f"its parameters are spread as {parameter.placements}"
+        return "is sharded in part only" if parameter.requires_grad else None
     size = parameter.device_mesh.size()
-    return None if size == world_size else f"it is spread over {size} of the ranks"
+    return f"is spread over {size} of the ranks" if size != world_size else _other_than_rows(parameter)
+
+
+def _other_than_rows(tensor: DTensor) -> str | None:
+    *others, last = tensor.placements
+    if last == Shard(0) and all(each == Replicate() for each in others):
+        return None
+    return f"is spread as {tensor.placements}"
 
 
 def _rows_of(parameter: DTensor) -> Share:

@@ -61,7 +61,6 @@ class Session:
         self.record = record = engine.record
         self.ranks = ranks = engine.ranks
         self._of_ranks: dict[str, Any] | None = None  # what the newest checkpoint holds of each
-        self._are_busy = False  # one of them still writes
         self.parts = parts = engine.parts
         self.policy = policy = engine.policy
         self.ladder = engine.ladder
@@ -182,13 +181,13 @@ class Session:
 
     def save_when_due(self) -> None:
         """Begin a save of this state."""
-        self._hear_ranks()
-        self.saving.save_when_due(busy=self._are_busy)
+        self.saving.save_when_due(busy=self._hear_ranks())
 
-    def _hear_ranks(self) -> None:
+    def _hear_ranks(self) -> bool:
+        """Learn what a checkpoint holds of each; return whether one of them still writes the last one."""
         self._of_ranks = found = self.ranks.states(self._own_state)
         busy = [each.pop("busy") for each in ([] if found is None else found["each"])]
-        self._are_busy = any(busy)
+        return any(busy)
 
     def _own_state(self) -> dict[str, Any]:
         return {

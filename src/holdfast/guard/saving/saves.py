@@ -8,10 +8,12 @@ There is one writer at a time, and whoever looks at the checkpoints waits for it
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,8 +207,7 @@ class Saving:
     def save_when_due(self, *, busy: bool = False) -> None:
         """Begin a save of this state; the writer goes on beside the training. While one is under way, wait a step.
 
-        Args:
-            busy: Whether it must wait for another process, which holds a share of the state.
+        So does one whose share another process cannot save yet: `busy`.
         """
         if not busy and (self._tried_at_step is None or not self._in_background):
             self.save()
@@ -250,7 +251,8 @@ class Saving:
     def _failed_at_once(self, error: Exception, started: float) -> None:
         self._tried()
         self.failed += 1
-        self._writers.fail(error)
+        with contextlib.suppress(Exception):
+            self._writers.all(partial(_raised, error))  # the others wait for what was found here
         self._record_failure(self._record.global_step, error, self._clock.monotonic_seconds() - started)
 
     def _hand_over(self, started: float) -> bool | None:
@@ -267,18 +269,13 @@ class Saving:
         for name, tensor in self._must_be_finite():
             copy = shot.copy_of(tensor)
             (others if copy is None else copies).append((name, tensor if copy is None else copy))
-        bad, count = nonfinite_tensors(others)  # what no checkpoint holds, or in another form: now or never
+        bad = nonfinite_tensors(others)  # what no checkpoint holds, or in another form: now or never
         stall = self._clock.monotonic_seconds() - started
         save = _Save(
-            shot=shot,
-            must_be_finite=copies,
-            bad=(bad, count),
-            position=self._position(),
-            started=started,
-            stall_seconds=stall,
+            shot=shot, must_be_finite=copies, bad=bad, position=self._position(), started=started, stall_seconds=stall
         )
-        if count and not self._writers.are_several:
-            self._refuse(save, bad, count)
+        if bad[1] and not self._writers.are_several:
+            self._refuse(save, *bad)
             self._take_in(save)
         else:
             self._job = Job(lambda: self._carry_out(save, nonfinite_copies), self._directory.path)
@@ -450,6 +447,10 @@ class Saving:
         step = self._record.global_step
         self._tried_at_step = step if to_checkpoint else min(self._tried_at_step or 0, step)
         self._refused = None
+
+
+def _raised(error: Exception) -> Any:
+    raise error
 
 
 def _for_good(error: Exception | None) -> Exception | None:
