@@ -101,7 +101,7 @@ def test_the_commands_and_their_flags() -> None:
     }
     assert flags == {
         "demo": ["--json", "--out", "--seed"],
-        "checkpoints": ["--json", "--verify"],
+        "checkpoints": ["--export", "--json", "--verify"],
         "explain": ["--attempt", "--json", "--status"],
         "run": [
             "--grace-seconds",

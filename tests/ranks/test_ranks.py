@@ -16,7 +16,9 @@ from tests.ranks.harness import Ended, all_returned, run_ranks
 from tests.ranks.twins import TWINS
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
@@ -602,15 +604,17 @@ def refusals(rank, run):
         guard = holdfast.Guard(f"{run}/{len(found)}", model=model, optimizer=optimizer, **policy)
         guard.step(batches or torch.ones(2, 6), loss_fn or (lambda b: model(b).square().mean()))
 
+    def small():
+        return nn.Linear(6, 1)
+
     def linear(**settings):
         return DistributedDataParallel(nn.Linear(6, 1), **settings)
 
     def two_terms(model):
         return lambda b: [holdfast.Loss(model(b).square().mean(), items=2)] * 2
 
-    def sharded():
-        model = nn.Linear(6, 1)
-        fully_shard(model)
+    def sharded(model, part=None, **settings):
+        fully_shard(model if part is None else part, **settings)
         return model
 
     def hooked():
@@ -624,7 +628,13 @@ def refusals(rank, run):
     plain = linear()
     cases = {
         "a Linear and no DistributedDataParallel": lambda: guarded(nn.Linear(6, 1)),
-        "and no DistributedDataParallel": lambda: guarded(sharded()),
+        "only a part was given to fully_shard": lambda: guarded(sharded(layers := nn.Sequential(small()), layers[0])),
+        "is sharded in part only": lambda: guarded(sharded(both := small(), ignored_params={both.bias})),
+        "is spread as": lambda: guarded(sharded(small(), shard_placement_fn=lambda p: Shard(p.ndim - 1))),
+        "is spread over 1 of the ranks": lambda: guarded(
+            sharded(small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
+        ),
+        "micro_batch_size=1": lambda: guarded(sharded(small()), micro_batch_size=1),
         "wrapped twice": lambda: guarded(linear_in_linear()),
         "2 optimizers": lambda: guarded(plain, optimizers(plain)),
         "by 1 of the ranks": lambda: guarded(linear(process_group=alone)),

@@ -7,15 +7,18 @@ training goes on; one without holds the live tensors themselves and must be writ
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,7 +27,7 @@ from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.expanded import is_expanded
 from holdfast.checkpoint.seal import HEADER, Extent, Manifest, damaged, read_manifest, unreadable, verify_file
 from holdfast.checkpoint.store import Entry, Store
-from holdfast.core.durable import free_bytes, write_file
+from holdfast.core.durable import fsync_path, write_file
 from holdfast.core.errors import CheckpointError
 
 STATE_FILE = "state.json"
@@ -40,7 +43,32 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_T = TypeVar("_T")
 _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The rows of a tensor, from `begin` to before `end`, that this process holds of it; others hold the rest."""
+
+    begin: int
+    end: int
+    whole: Callable[[torch.Tensor], torch.Tensor]  # returns the tensor that has these rows, as the process sees it
+
+
+class Writers:
+    """Who writes a checkpoint: this process alone. Of several, each writes its share, and one commits."""
+
+    rank = 0
+    are_several = False
+
+    def all(self, work: Callable[[], _T]) -> list[_T]:
+        """Return what the work of each has given, of plain values; an error of one is raised by all."""
+        return [work()]
+
+    def first(self, work: Callable[[], _T]) -> _T:
+        """Return, to all, what the work of the first one has given; its error is raised by all."""
+        return work()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,33 +150,48 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def write(store: Store, shot: Snapshot, *, unix_seconds: float) -> Entry:
-    """Write a snapshot as a checkpoint that has been read back and verified.
+def write(store: Store, shot: Snapshot, *, unix_seconds: float, writers: Writers | None = None) -> Entry:
+    """Write a snapshot as a checkpoint that has been read back and verified; of several `writers` each its share.
 
     Raises:
         OSError: if the disk is full or fails; what was written is removed and older checkpoints are untouched.
         CheckpointError: H311, if what was read back is not what was written.
     """
-    store.directory.mkdir(parents=True, exist_ok=True)
-    needed, free = shot.size_bytes() + _SPARE_BYTES, free_bytes(store.directory)
-    if free < needed:
-        raise OSError(f"No space left on device: the checkpoint needs {needed} bytes and {free} are free")
-    draft, save_id = store.begin(shot.global_step)
+    writers = writers or Writers()
+    needed = shot.size_bytes() + _SPARE_BYTES
+    draft, save_id = writers.first(lambda: store.begin(shot.global_step, needed_bytes=needed))
     try:
-        files = {}
-        for component, tensors in shot.tensors.items():
-            if tensors:
-                files[component + _SUFFIX] = _write_tensors(draft / (component + _SUFFIX), tensors)
+        shares = writers.all(lambda: _write_share(draft, shot, writers.rank))
+        files = {name: extents for share in shares for name, extents in share.items()}
+
+        def commit() -> Path:
+            found = {name: {key: Extent(**each) for key, each in extents.items()} for name, extents in files.items()}
+            about = Manifest(save_id=save_id, global_step=shot.global_step, unix_seconds=unix_seconds, files=found)
+            return store.commit(draft, about).path
+
+        return Entry(path=writers.first(commit), save_id=save_id, global_step=shot.global_step)
+    except BaseException:
+        if writers.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _write_share(draft: Path, shot: Snapshot, rank: int) -> dict[str, dict[str, dict[str, Any]]]:
+    """Write and verify the files of one writer, and return their extents. The first one's lie on top."""
+    folder, files = f"rank{rank}/" if rank else "", {}
+    for component, tensors in shot.tensors.items():
+        if tensors:
+            (draft / folder).mkdir(exist_ok=True)
+            files[f"{folder}{component}{_SUFFIX}"] = _write_tensors(draft / folder / (component + _SUFFIX), tensors)
+    if rank == 0:
         body = json.dumps(shot.state, separators=(",", ":"), allow_nan=False).encode()
         write_file(draft / STATE_FILE, body)
         files[STATE_FILE] = {"json": Extent(begin=0, end=len(body), sha256=hashlib.sha256(body).hexdigest())}
-        for name, extents in files.items():
-            verify_file(draft, name, extents)
-        about = Manifest(save_id=save_id, global_step=shot.global_step, unix_seconds=unix_seconds, files=files)
-        return store.commit(draft, about)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+    for name, extents in files.items():
+        verify_file(draft, name, extents)
+    if files:
+        fsync_path(draft / folder)
+    return {name: {key: asdict(each) for key, each in extents.items()} for name, extents in files.items()}
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Extent]:
@@ -192,7 +235,12 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
             yield content[begin : begin + _PIECE_BYTES]
 
 
-def read_components(entry: Entry, names: Iterable[str], into: Groups | None = None) -> dict[str, Any]:
+def read_components(
+    entry: Entry,
+    names: Iterable[str],
+    into: Groups | None = None,
+    share_of: Callable[[str, str, torch.Size], Share | None] = lambda *_: None,
+) -> dict[str, Any]:
     """Return the trees of these components of a checkpoint that was verified before; what is not there is left out.
 
     Args:
@@ -200,6 +248,7 @@ def read_components(entry: Entry, names: Iterable[str], into: Groups | None = No
         names: Of the components.
         into: Live tensors by component and name. One of the saved type and shape is overwritten and returned, unless
             it is expanded; all others are made, on the host.
+        share_of: Says of component, name and shape which rows of a tensor are read; None: all.
 
     Raises:
         CheckpointError: H311, if a file has lost its end meanwhile.
@@ -210,12 +259,40 @@ def read_components(entry: Entry, names: Iterable[str], into: Groups | None = No
         state = json.loads((entry.path / STATE_FILE).read_bytes())
         for name in names:
             if name in state:
-                file = entry.path / (name + _SUFFIX)
-                tensors = _read_tensors(file, (into or {}).get(name, {})) if file.exists() else {}
-                found[name] = decode(state[name], tensors)
+                # In the order of the writers, so that rows are in theirs.
+                folders = sorted(entry.path.glob("rank*/"), key=lambda folder: int(folder.name.removeprefix("rank")))
+                paths = [folder / (name + _SUFFIX) for folder in (entry.path, *folders)]
+                existing, share = [path for path in paths if path.exists()], partial(share_of, name)
+                found[name] = decode(state[name], _read_tensors(existing, (into or {}).get(name, {}), share))
     except OSError as error:
         raise unreadable(entry.path, error) from error
     return found
+
+
+def export(entry: Entry, path: Path) -> None:
+    """Write the weights of a checkpoint to one plain safetensors file, whoever has written its shares.
+
+    Names are the model's own; of several models each has the name of its model in front.
+
+    Raises:
+        CheckpointError: H310, for weights that the format does not know.
+        OSError: if the file cannot be written.
+    """
+    models = [name for name in read_state(entry) if name.partition(".")[0] == "model"]
+    tensors: dict[str, torch.Tensor] = {}
+    for component, tree in read_components(entry, models).items():
+        prefix = f"{component.removeprefix('model.')}." if len(models) > 1 else ""
+        tensors |= {prefix + name: each for name, each in tree.items() if isinstance(each, torch.Tensor)}
+    for name, each in tensors.items():
+        if each.dtype not in _DTYPES or each.layout != torch.strided:
+            limit, fix = "a safetensors file holds dense tensors of real numbers", "read it with a Guard instead."
+            raise CheckpointError(f"{name} is a tensor of {each.dtype}", limit=limit, fix=fix, rule="H310")
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        _write_tensors(temporary, tensors)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_state(entry: Entry) -> dict[str, Any]:
@@ -252,26 +329,63 @@ def _is_what(extent: Extent, tensor: torch.Tensor) -> bool:
     return digest.hexdigest() == extent.sha256
 
 
-def _read_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, each read to where it belongs: at most one of them is in memory twice.
+class _Rows(NamedTuple):
+    """Where rows of a tensor lie."""
+
+    file: BufferedReader
+    begin: int  # of their bytes
+    size_bytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _read_tensors(
+    paths: Sequence[Path],
+    into: Mapping[str, torch.Tensor],
+    share_of: Callable[[str, torch.Size], Share | None] = lambda *_: None,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of files, each read to where it belongs: at most one of them is in memory twice.
 
     By hand, since the library maps the whole file, and a limit on memory may refuse that.
     """
-    found = {}
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-        for name, place in header.items():
-            dtype, shape = _TYPES[place["dtype"]], torch.Size(place["shape"])
-            target = into.get(name)
-            if target is None or (target.dtype, target.shape) != (dtype, shape) or is_expanded(target):
-                target = torch.empty(shape, dtype=dtype)
-            direct = target.device.type == "cpu" and target.is_contiguous()
-            content = target if direct else torch.empty(shape, dtype=dtype)
-            if content.numel():
-                raw = content.reshape(-1).view(torch.uint8).numpy()
-                file.seek(8 + size + place["data_offsets"][0])
-                if file.readinto(raw.data) != raw.nbytes:
+    with contextlib.ExitStack() as files:
+        pieces: dict[str, list[_Rows]] = {}
+        for path in paths:
+            file = files.enter_context(path.open("rb"))
+            (size,) = struct.unpack("<Q", file.read(8))
+            for name, place in json.loads(file.read(size)).items():
+                begin, end = place["data_offsets"]
+                dtype, shape = _TYPES[place["dtype"]], torch.Size(place["shape"])
+                pieces.setdefault(name, []).append(_Rows(file, 8 + size + begin, end - begin, dtype, shape))
+        return {name: _read_tensor(name, found, into.get(name), share_of) for name, found in pieces.items()}
+
+
+def _read_tensor(
+    name: str,
+    pieces: Sequence[_Rows],
+    target: torch.Tensor | None,
+    share_of: Callable[[str, torch.Size], Share | None],
+) -> torch.Tensor:
+    dtype, shape = pieces[0].dtype, pieces[0].shape
+    if len(pieces) > 1:
+        shape = torch.Size([sum(piece.shape[0] for piece in pieces), *shape[1:]])
+    share, first, last = share_of(name, shape), 0, sum(piece.size_bytes for piece in pieces)
+    if share is not None:
+        first, last = (last * row // shape[0] for row in (share.begin, share.end))
+        shape = torch.Size([share.end - share.begin, *shape[1:]])
+    if target is None or (target.dtype, target.shape) != (dtype, shape) or is_expanded(target):
+        target = torch.empty(shape, dtype=dtype)
+    direct = target.device.type == "cpu" and target.is_contiguous()
+    content, at = target if direct else torch.empty(shape, dtype=dtype), 0
+    if content.numel():
+        raw = content.detach().reshape(-1).view(torch.uint8).numpy()
+        for piece in pieces:
+            begin, end = max(first - at, 0), min(last - at, piece.size_bytes)
+            if begin < end:
+                piece.file.seek(piece.begin + begin)
+                if piece.file.readinto(raw[at + begin - first : at + end - first].data) != end - begin:
+                    path = Path(piece.file.name)
                     raise damaged(path.parent, f"{path.name} ends within {name}")
-            found[name] = target if direct else target.copy_(content)
-    return found
+            at += piece.size_bytes
+    found = target if direct else target.copy_(content)
+    return found if share is None else share.whole(found)

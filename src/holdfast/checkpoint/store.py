@@ -18,7 +18,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.newest import DAMAGED, move_aside, newest_good, nothing_verifies, paths_in
 from holdfast.checkpoint.seal import FILE_NAME, Manifest, verify
-from holdfast.core.durable import rename_directory, write_file
+from holdfast.core.durable import free_bytes, rename_directory, write_file
 from holdfast.core.errors import CheckpointError
 
 _NAME = re.compile(r"(\d{6,})-step(\d{8,})")
@@ -102,8 +102,11 @@ class Store:
         """Return a number above all that were used."""
         return max((entry.save_id for entry in self.entries() + self.damaged()), default=0) + 1
 
-    def begin(self, global_step: int) -> tuple[Path, int]:
-        """Make an empty folder for a save, and return it with its number."""
+    def begin(self, global_step: int, *, needed_bytes: int = 0) -> tuple[Path, int]:
+        """Make an empty folder for a save, and return it with its number; OSError without so many free bytes."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if (free := free_bytes(self.directory)) < needed_bytes:
+            raise OSError(f"No space left on device: the checkpoint needs {needed_bytes} bytes and {free} are free")
         save_id = self.next_save_id()
         draft = self.directory / f"{_TEMPORARY}{save_id:06d}-step{global_step:08d}"
         if draft.exists():

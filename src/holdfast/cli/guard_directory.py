@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.checkpoint.newest import nothing_verifies
 from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
@@ -29,12 +30,19 @@ _RunDir = Annotated[Path, typer.Argument(help="Directory that was given to Guard
 def checkpoints(
     run_dir: _RunDir,
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte of every checkpoint.")] = False,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the weights of the newest one that verifies to this safetensors file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run, newest first; with --verify check them."""
+    """List the checkpoints of a run, newest first; with --verify check them; with --export take the weights out."""
     with failing_clearly(as_json=as_json):
         store = store_of(run_dir)
         entries = store.entries()
+        if export is not None:
+            from holdfast.checkpoint import saver  # loads torch
+
+            saver.export(_newest_good(store.directory, entries), export)
         described = [_checkpoint_row(entry, verify=verify) for entry in entries]
         # A run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
@@ -45,6 +53,14 @@ def checkpoints(
         _print_checkpoints(rows)
     if any(row["status"].startswith(("damaged:", "cannot be read now")) for row in rows):
         raise typer.Exit(CHECK_FAILED)
+
+
+def _newest_good(folder: Path, entries: list[Entry]) -> Entry:
+    for entry in entries:
+        with contextlib.suppress(CheckpointError):
+            entry.verify()
+            return entry
+    raise nothing_verifies(folder, len(entries), "each is damaged" if entries else "there is none")
 
 
 def store_of(run_dir: Path) -> Store:

@@ -10,7 +10,7 @@ gradients of 1e20, fp16 gradients above 65 504) torch multiplies every gradient 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,13 +42,25 @@ class GradientFacts:
     along: tuple[float, ...] = ()  # other numbers that were read along
 
 
-def inspect(groups: Sequence[Group], loss: torch.Tensor, *along: torch.Tensor) -> tuple[GradientFacts, torch.Tensor]:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that lies in this process: all of it, unless it is sharded over several."""
+    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own
+
+
+def inspect(
+    groups: Sequence[Group],
+    loss: torch.Tensor,
+    *along: torch.Tensor,
+    share: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None,
+) -> tuple[GradientFacts, torch.Tensor]:
     """Measure the gradients of a step. Cost: one host sync.
 
     Args:
         groups: At least one parameter among them has a gradient.
         loss: The step's loss, shape ``()``, detached.
         *along: Other numbers to read in the same sync, shape ``()``.
+        share: Returns the norms of whole gradients, of those of the shards in this process; None: none is sharded.
 
     Returns:
         The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the order of
@@ -59,10 +71,12 @@ def inspect(groups: Sequence[Group], loss: torch.Tensor, *along: torch.Tensor) -
         for p in group.parameters:
             g = p.grad
             gradients.append(g if g is not None and g.layout is torch.strided else _dense(g))
-    facts, each = _summarise(groups, _norms(gradients), loss, *along)
+    whole = share or list
+    gradients = gradients if share is None else list(map(local, gradients))
+    facts, each = _summarise(groups, whole(_norms(gradients)), loss, *along)
     if math.isfinite(facts.total) or not math.isfinite(facts.loss):
         return facts, each
-    exact = [_norm_fp64(gradient) for gradient in gradients]
+    exact = whole([_norm_fp64(gradient) for gradient in gradients])
     facts, each = _summarise(groups, exact, loss, *along)
     return replace(facts, overflowed=not facts.nonfinite), each
 
@@ -194,7 +208,7 @@ def nonfinite_gradients(named: Iterable[tuple[str, torch.Tensor]], *, most: int 
 
     Cost: one host sync for each parameter. Call it after the fused check has failed.
     """
-    bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(_dense(p.grad)).all())]
+    bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(local(_dense(p.grad))).all())]
     return bad[:most], len(bad)
 
 

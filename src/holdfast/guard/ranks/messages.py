@@ -14,21 +14,26 @@ import struct
 import sys
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistStoreError, distributed_c10d
 
 from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.checkpoint.saver import Writers
 from holdfast.core.errors import HoldfastError, RankError
 
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks; a wait in the store writes a warning when it ends
 _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
 _TROUBLE = "trouble"
+_LEFT = "this rank has left the others after an error"
 _DAY = timedelta(days=1)
 _DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
+_T = TypeVar("_T")
 _guards = itertools.count()  # the same on all ranks, which make the same guards
 
 
@@ -41,7 +46,7 @@ class Messages:
         # torchrun keeps its store when it starts all again, and what they said before would be heard.
         name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_guards)}"
         self._store: Any = PrefixStore(name, store.clone())
-        self._topics = itertools.count()
+        self._topics: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by who talks
         self._heard: RankError | None = None
         self.has_left = False
         self._excepthook: Any = None  # what was there before ours
@@ -61,21 +66,21 @@ class Messages:
             sys.excepthook = self._excepthook
         self._excepthook = None
         if not self.has_left:
-            number = next(self._topics)
+            number = next(self._topics[""])
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{number}/{self._rank}", "")
                 if self._rank == 0:
                     self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
 
-    def exchange(self, topic: str, value: Any) -> list[Any]:
-        """Return the values of all ranks; all of them call this at the same place."""
+    def exchange(self, topic: str, value: Any, among: str = "") -> list[Any]:
+        """Return the values of all ranks; all call this at the same place. `among` names a thread of its own."""
         if self.has_left:
-            raise self._gone("this rank has left the others after an error")
-        number = next(self._topics)
-        self._store.set(f"{number}/{self._rank}", _packed((topic, value)))
+            raise self._gone(_LEFT)
+        number = next(self._topics[among])
+        self._store.set(f"{among}{number}/{self._rank}", _packed((topic, value)))
         found = []
         for rank in self._ranks:
-            said, what = _unpacked(self._wait_for(f"{number}/{rank}"))
+            said, what = _unpacked(self._wait_for(f"{among}{number}/{rank}"))
             if said != topic:
                 raise RankError(
                     f"rank {rank} is at {said!r}, and rank {self._rank} at {topic!r}",
@@ -85,7 +90,7 @@ class Messages:
                 )
             found.append(what)
         if number >= 2:  # all have come here, so all have read what came before
-            self._store.delete_key(f"{number - 2}/{self._rank}")
+            self._store.delete_key(f"{among}{number - 2}/{self._rank}")
         return found
 
     def _wait_for(self, key: str) -> bytes:
@@ -118,6 +123,7 @@ class Messages:
             self._store.compare_set(_TROUBLE, "", text)
             # The store may end with this process: not before the others have read it.
             self._is_there([f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS)
+        self._heard = self._heard or self._gone(_LEFT)  # ends what waits for the others in a thread
 
     def _read(self, store: Any) -> RankError | None:
         rank, text = json.loads(store.get(_TROUBLE))
@@ -155,7 +161,8 @@ class Messages:
                 with contextlib.suppress(DistStoreError):  # a run takes longer than a wait may
                     store.wait([_TROUBLE], _DAY)
                     break
-            self._heard = error = self._read(store)
+            error = self._read(store)
+            self._heard = error or self._heard
             store.set(f"heard/{self._rank}", "")
         except RuntimeError:  # the store is gone: the run is over
             return
@@ -173,6 +180,38 @@ class Messages:
         if not self.has_left:
             self.publish(error)
         (self._excepthook or sys.__excepthook__)(kind, error, traceback)
+
+
+class SharedWriters(Writers):
+    """Ranks that each write a share of a checkpoint."""
+
+    are_several = True
+
+    def __init__(self, rank: int, messages: Messages) -> None:
+        self.rank = rank
+        self._messages = messages
+
+    def all(self, work: Callable[[], _T]) -> list[_T]:
+        """Return what the work of each rank has given, of plain values; an error of one is raised by all."""
+        failure, own = None, None
+        try:
+            own = work()
+        except Exception as error:  # noqa: BLE001 - raised below, when the others know
+            failure = error
+        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        found = self._messages.exchange("share of a checkpoint", [own, said], among="saves/")
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(found):
+            if text is not None:
+                raise OSError(f"rank {rank} could not save its share: {text}")
+        return [value for value, _ in found]
+
+    def first(self, work: Callable[[], _T]) -> _T:
+        """Return, to all, what the work of the first rank has given; its error is raised by all."""
+        found: list[Any] = self.all(work if self.rank == 0 else lambda: None)
+        own: _T = found[0]
+        return own
 
 
 def _speaks_of_a_peer(text: str) -> bool:

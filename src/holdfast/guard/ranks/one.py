@@ -12,8 +12,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from holdfast.checkpoint.saver import Share, Writers
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
+from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.row import Rows
 from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
@@ -50,6 +52,14 @@ class OneRank:
     """Begins an attempt, on all ranks."""
     accepts: Callable[[Attempt], bool] | None = None
     """Says whether all ranks have made an attempt; False: one could not, and all begin anew."""
+    norms: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    """Returns the norms of whole gradients, of those of the shards that each rank holds."""
+    writers: Writers | None = Writers()
+    """Who writes checkpoints; None: another rank does."""
+    share: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda trees: trees)
+    """Returns what this rank saves of the state of all components."""
+    shares: Callable[[Parts], Callable[[str, str, torch.Size], Share | None]] | None = None
+    """Returns what says which rows of a saved tensor are for this rank, of component, name and shape."""
     spare_memory: Callable[[], None] = staticmethod(lambda: None)
     """Lets optimizers need less memory, called on all ranks where one has run out of it."""
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,34 +20,44 @@ import torch
 from torch import distributed
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.saver import Writers
 from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError, RankError
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
-from holdfast.guard.ranks.messages import Messages
+from holdfast.guard.ranks.messages import Messages, SharedWriters
 from holdfast.guard.ranks.one import OneRank, Saves
 from holdfast.guard.ranks.replicated import Replicated
 from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Rows, Said
+from holdfast.guard.ranks.sharded import Sharded
 from holdfast.guard.ranks.shared_state import healthy, take_state, without_help
 from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.memory.oom import find_out_of_memory, release_memory
+from holdfast.numerics.gradients import local
 from holdfast.numerics.loss import Terms, check_count
 
 _T = TypeVar("_T")
+_WRITER_SECONDS = 2.0
 _MADE, _FAILED, _BEHIND = range(3)  # how an attempt has gone on a rank; the last: it has not even stepped before
-_REFUSED = {"drop_nonfinite_samples": False, "fuse": False}
+_REFUSED = {"drop_nonfinite_samples": (False,), "fuse": (False,)}  # with what is fine
 
 
 class Ranks(OneRank):
     """The ranks of a process group, seen from one of them."""
 
-    def __init__(self, model: Replicated, optimizer: Optimizer) -> None:
+    def __init__(self, model: Replicated | Sharded, optimizer: Optimizer) -> None:
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
-        self._model, self._optimizer = model, optimizer
+        self._model: Any = model  # some things only a replicated one is asked for
+        self._optimizer, self.norms = optimizer, model.norms
         self._is_behind = False  # the optimizer has failed half-way, and the others have stepped
         self._messages = Messages(self.rank, self.world_size)
+        self.shares = model.shares
+        self.writers = Writers() if self.rank == 0 else None
+        if isinstance(model, Sharded):
+            self.share = partial(model.share, is_first=self.rank == 0)
+            self.writers = SharedWriters(self.rank, self._messages)
         self._rows_begun = 0
         self._pending: PendingRow | None = None
         self._rows: Rows | None = None  # of the last step
@@ -64,11 +76,11 @@ class Ranks(OneRank):
 
     def policy(self, policy: Policy) -> Policy:
         """Return the policy as far as it can be kept; raise H108 for what was asked for and cannot."""
-        for name, value in _REFUSED.items():
-            if getattr(policy, name) != value:
+        for name, fine in {**_REFUSED, **self._model.refused}.items():
+            if getattr(policy, name) not in fine:
                 raise _not_yet(f"{name}={getattr(policy, name)!r}")
         return replace(
-            policy, forecast_micro_batch_size=None, snapshot_interval_steps=None
+            policy, forecast_micro_batch_size=None, snapshot_interval_steps=None, **self._model.unobserved
         )  # what a rank would do by itself is not done
 
     def agreed(self, stop: StopRequest, saving: Saving, cursor: Cursor | None) -> tuple[StopRequest, Saves]:
@@ -144,7 +156,7 @@ class Ranks(OneRank):
             check_count(row[2] if row[7] else row[2] or math.nan, counted=self._counted)
         factor = self.world_size * self._reference / rows.items
         if factor != 1.0:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+            torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
         return rows
 
     def _hear(self, rows: Rows) -> None:
@@ -184,7 +196,8 @@ class Ranks(OneRank):
             parameter.grad = None
         device = self._model.device
         release_memory([] if device.type == "cpu" else [device])
-        if (hindered := self._unpaid()) is not None:
+        hindered = self._unpaid()
+        if hindered is not None:
             raise OutOfMemoryError(
                 f"rank {self.rank} ran out of memory ({found})",
                 limit=f"{hindered}; the weights are those of the last step",
@@ -197,7 +210,8 @@ class Ranks(OneRank):
         """Begin what the others wait for, in NaN; return what is in the way, or None."""
         if self._rows is not None:
             return "all ranks have the gradients of this step already, and the others go on with them"
-        if (why := self._model.why_unpayable()) is not None:
+        why: str | None = self._model.why_not_alone or self._model.why_unpayable()
+        if why is not None:
             return why
         try:
             return self._pay()
@@ -236,6 +250,8 @@ class Ranks(OneRank):
     def _catch_up(self, behind: list[bool]) -> None:
         """Take the state of a rank that has stepped, where one has not; all of them do so at the same place."""
         if any(behind):
+            if self._model.why_not_alone is not None:
+                raise without_help("each rank holds weights that no other has")
             self.spare_memory()
             take_state(self._optimizer, healthy(behind), self._messages, self._model.group, self._model.device)
             self._is_behind = False
@@ -244,7 +260,10 @@ class Ranks(OneRank):
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the parts of a batch are run; `shared` follows."""
-        return self._model.apart()
+        if self._model.why_not_alone is not None:
+            raise _not_yet("a step over several batches of a sharded model")
+        context: contextlib.AbstractContextManager[None] = self._model.apart()
+        return context
 
     def shared(self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False) -> Passed:
         """Reduce the gradients of a batch that was run in parts; they count by its items, or alike if `added`."""
@@ -261,11 +280,13 @@ class Ranks(OneRank):
     def origin(self, find: Callable[[], Provenance]) -> Provenance:
         """Find out on which rank NaN or Inf came up, and there where it came from."""
         assert self._rows is not None
-        suspects, own = self._rows.suspects(), Provenance(problem="it came up on another rank")
-        self._model.rebuild()
-        if self.rank in suspects:
-            with self.alone():
-                own = find()
+        suspects, alone = self._rows.suspects(), self._model.why_not_alone
+        own = Provenance(problem=alone or "it came up on another rank")
+        if alone is None:
+            self._model.rebuild()
+            if self.rank in suspects:
+                with self.alone():
+                    own = find()
         text = str(own.origin) if own.origin is not None else own.problem
         found = self._messages.exchange("origin", [own.origin is not None, text])
         rank = next((rank for rank in suspects if found[rank][0]), suspects[0])
@@ -368,6 +389,8 @@ class Ranks(OneRank):
             return None
         self._model.end()
         behind = None if isinstance(error, RankError) else self._messages.lost(error)
+        if behind is None and self._saves is not None and self.writers is not None and self.writers.are_several:
+            self._saves.let_finish()
         self._messages.publish(behind or error)
         return behind
 
@@ -437,6 +460,12 @@ class _Saves:
         """Return whether all save at this boundary: not if the step that was to be saved was skipped."""
         due, self._due_from = self._due_from, None
         return due is not None and self._own.global_step >= due
+
+    def let_finish(self) -> None:
+        """Give the writers of all ranks a moment: when the others hear of an error, they give up."""
+        until = time.monotonic() + _WRITER_SECONDS
+        while self._own.is_busy and time.monotonic() < until:
+            time.sleep(0.02)
 
     def take_refusal(self) -> str | None:
         """Return why a save was refused, once and to all, or None."""

@@ -12,14 +12,19 @@ from holdfast.guard.ranks.one import OneRank
 
 def ranks_of(parts: Parts) -> OneRank:
     """Return the ranks that train these parts; raise H108 for what several cannot train under a guard."""
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if not distributed.is_available() or not distributed.is_initialized():
+        return OneRank()
+    sharded = [
+        name for name, each in parts.models.items() if any(hasattr(p, "placements") for p in each.parameters())
+    ]
+    if sharded:
+        return _of_sharded(parts, sharded)
+    if distributed.get_world_size() == 1:
         return OneRank()
     wrappers = [wrapper for wrapper in parts.wrappers.values() if isinstance(wrapper, DistributedDataParallel)]
     for name, model in parts.models.items():
         if name not in parts.wrappers and any(p.requires_grad for p in model.parameters()):
             raise _refused(f"model {name!r} is a {type(model).__name__} and no DistributedDataParallel")
-        if any(hasattr(p, "placements") for p in model.parameters()):
-            raise _refused(f"parts of model {name!r} are on other ranks")
         if any(isinstance(part, (DistributedDataParallel, nn.DataParallel)) for part in model.modules()):
             raise _refused(f"model {name!r} is wrapped twice, or in part")
     if len(wrappers) != 1 or len(parts.optimizers) != 1:
@@ -39,12 +44,33 @@ def ranks_of(parts: Parts) -> OneRank:
     return Ranks(Replicated(wrapper), optimizer)
 
 
+def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
+    """Return the ranks among which `fully_shard` has spread the model of this name."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from holdfast.guard.ranks.ranks import Ranks
+    from holdfast.guard.ranks.sharded import Sharded, why_unknown
+
+    if len(names) != 1 or len(parts.optimizers) != 1 or parts.wrappers:
+        raise _refused(
+            f"{len(names)} sharded and {len(parts.wrappers)} wrapped models, {len(parts.optimizers)} optimizers"
+        )
+    for name, model in parts.models.items():
+        if name in names and not isinstance(model, FSDPModule):
+            raise _refused(f"of model {name!r} only a part was given to fully_shard")
+        for parameter in model.parameters():
+            if (why := why_unknown(parameter, distributed.get_world_size())) is not None:
+                raise _refused(f"model {name!r} {why}")
+    (optimizer,) = parts.optimizers.values()
+    return Ranks(Sharded(parts.models[names[0]]), optimizer)
+
+
 def _refused(what: str) -> PolicyError:
     return PolicyError(
         f"world_size={distributed.get_world_size()}, and {what}",
-        limit="this version guards several ranks where one DistributedDataParallel model has one optimizer; others "
-        "would diverge when a rank retries, skips or stops by itself",
-        fix="wrap the model in DistributedDataParallel and give the wrapper to Guard, or run one process per run "
-        "directory.",
+        limit="this version guards several ranks where one model, in DistributedDataParallel or wholly given to "
+        "fully_shard, has one optimizer; others would diverge when a rank retries, skips or stops by itself",
+        fix="wrap the model in DistributedDataParallel and give the wrapper to Guard, or call fully_shard on it "
+        "with one mesh dimension that shards; or run one process per run directory.",
         rule="H108",
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import distributed
@@ -24,6 +24,11 @@ _STATELESS = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, de
 
 class Replicated:
     """One wrapped model."""
+
+    why_not_alone = None
+    norms = shares = None
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    unobserved: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper: Any = wrapper  # much of it has no types

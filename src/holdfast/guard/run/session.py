@@ -43,6 +43,7 @@ from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
+from holdfast.numerics.gradients import local
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording
 
@@ -73,11 +74,11 @@ class Session:
             policy=policy,
             clock=clock,
             run_state=self.state,
-            state=lambda: gather(parts, self.training_state()),
+            state=lambda: ranks.share(gather(parts, self.training_state())),
             must_be_finite=self.must_be_finite,
             position=self._position,
             cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
-            writes=ranks.rank == 0,
+            writers=ranks.writers,
         )
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
         engine.spare_memory = self._spare_memory
@@ -180,17 +181,21 @@ class Session:
 
     def save_when_due(self) -> None:
         """Begin a save of this state."""
-        self._hear_ranks()
-        self.saving.save_when_due()
+        self.saving.save_when_due(busy=self._hear_ranks())
 
-    def _hear_ranks(self) -> None:
-        self._of_ranks = self.ranks.states(self._own_state)
+    def _hear_ranks(self) -> bool:
+        """Learn what a checkpoint holds of each; return whether one of them still writes the last one."""
+        self._of_ranks = found = self.ranks.states(self._own_state)
+        busy = [each.pop("busy") for each in ([] if found is None else found["each"])]
+        return any(busy)
 
     def _own_state(self) -> dict[str, Any]:
         return {
             "random_state": self._random_state().to_tree(),
             "position": None if self.cursor is None else self.cursor.state_dict(),
             "ladder": self.ladder.state_dict(),
+            "busy": self.saving.is_busy,
+            "buffers": {} if self.ranks.shares is None else self._engine.buffers.now(),
         }
 
     def _random_state(self) -> RandomState:
@@ -210,6 +215,8 @@ class Session:
         self._hear_ranks()
         try:
             if not self.saving.has_unsaved:
+                if self.ranks.shares is not None:
+                    return  # one rank alone cannot say that another has changed nothing
                 entry = self._saved_without_changes()
                 if entry is None:
                     return
@@ -274,12 +281,12 @@ class Session:
         for name, parameter in self.parts.named_parameters():
             names[id(parameter)] = name
             if parameter.requires_grad:
-                yield name, parameter
+                yield name, local(parameter)
         for optimizer_name, optimizer in self.parts.optimizers.items():
             for parameter, state in optimizer.state.items():
                 for key, value in state.items() if isinstance(state, Mapping) else ():
                     if isinstance(value, torch.Tensor):
-                        yield f"{optimizer_name}: {key} of {names.get(id(parameter), '?')}", value
+                        yield f"{optimizer_name}: {key} of {names.get(id(parameter), '?')}", local(value)
         yield from self._engine.buffers.running_statistics()
 
     def training_state(self) -> dict[str, Any]:
@@ -407,7 +414,8 @@ class Session:
     def _restore(self, entry: Entry, *, in_place: bool = False) -> dict[str, Any]:
         """Put a checkpoint back. In place, tensors are overwritten as they are read, which needs no memory beside."""
         into = live_tensors(self.parts) if in_place else {}
-        trees = read_components(entry, component_names(self.parts), into)
+        shares = {} if self.ranks.shares is None else {"share_of": self.ranks.shares(self.parts)}
+        trees = read_components(entry, component_names(self.parts), into, **shares)
         check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
         return self._put_back(trees)
 
@@ -415,6 +423,7 @@ class Session:
         load(trees, self.parts)
         training: dict[str, Any] = trees["training"]
         training = {**training, **self.ranks.own_state(training)}
+        self._engine.buffers.load(training.get("buffers", {}))
         self._engine.loss_scale.load_state_dict(training["loss_scale"])
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]

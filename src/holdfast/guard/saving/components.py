@@ -24,9 +24,11 @@ from holdfast.checkpoint.saver import encode, read_state, same_tensors, saved_na
 from holdfast.checkpoint.store import Entry
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 from holdfast.guard.parts import Parts
+from holdfast.guard.state.trees import copied
+from holdfast.numerics.gradients import local
 
 
-def _component_of(kind: str, name: str) -> str:
+def component_of(kind: str, name: str) -> str:
     """Return the component that holds the model or the optimizer of this name."""
     return kind if name == kind else f"{kind}.{name}"
 
@@ -34,8 +36,8 @@ def _component_of(kind: str, name: str) -> str:
 def component_names(parts: Parts) -> list[str]:
     """Return the components that hold the state of these parts."""
     return [
-        *(_component_of("model", name) for name in parts.models),
-        *(_component_of("optimizer", name) for name in parts.optimizers),
+        *(component_of("model", name) for name in parts.models),
+        *(component_of("optimizer", name) for name in parts.optimizers),
         *(f"state.{name}" for name in parts.states),
         "training",
     ]
@@ -48,9 +50,9 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
     for name, model in parts.models.items():
         state = model.state_dict()
         metadata[name] = dict(getattr(state, "_metadata", {}))
-        trees[_component_of("model", name)] = dict(state)
+        trees[component_of("model", name)] = dict(state)
     for name, optimizer in parts.optimizers.items():
-        trees[_component_of("optimizer", name)] = optimizer.state_dict()
+        trees[component_of("optimizer", name)] = optimizer.state_dict()
     for name, stateful in parts.states.items():
         trees[f"state.{name}"] = stateful.state_dict()
     trees["training"] = {
@@ -65,9 +67,9 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
 def live_tensors(parts: Parts) -> Groups:
     """Return the tensors of models and optimizers, by component and by their name in a checkpoint."""
     trees: dict[str, Any] = {}
-    trees |= {_component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
-    trees |= {_component_of("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
-    return encode(trees).tensors
+    trees |= {component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
+    trees |= {component_of("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
+    return encode(copied(trees, local)).tensors
 
 
 def _kinds(parts: Parts) -> dict[str, str]:
@@ -86,7 +88,7 @@ def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
     """
     trees: dict[str, Any] = {f"state.{name}": each.state_dict() for name, each in parts.states.items()}
     for name, optimizer in parts.optimizers.items():
-        trees[_component_of("optimizer", name)] = {"param_groups": optimizer.state_dict()["param_groups"]}
+        trees[component_of("optimizer", name)] = {"param_groups": optimizer.state_dict()["param_groups"]}
     trees["training"] = {"schedulers": {name: each.state_dict() for name, each in parts.schedulers.items()}}
     now, then = encode(trees), read_state(entry)
     for component, state in now.state.items():
@@ -114,7 +116,7 @@ def has_weights_of(parts: Parts, entry: Entry) -> bool:
 def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
     """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded."""
     for name, model in parts.models.items():
-        component = _component_of("model", name)
+        component = component_of("model", name)
         if component not in trees:
             raise _other_run(f"it holds no model {name!r}", where)
         _check_model(component, trees[component], model.state_dict(), where)
@@ -127,7 +129,7 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
         if saved[name] != here[name]:
             raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
     for name, optimizer in parts.optimizers.items():
-        was = [len(group["params"]) for group in trees[_component_of("optimizer", name)]["param_groups"]]
+        was = [len(group["params"]) for group in trees[component_of("optimizer", name)]["param_groups"]]
         now = [len(group["params"]) for group in optimizer.param_groups]
         if was != now:
             raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
@@ -166,9 +168,9 @@ def load(trees: Mapping[str, Any], parts: Parts) -> None:
     """Put saved state into the objects. `check_fits` was called before."""
     training = trees["training"]
     for name, model in parts.models.items():
-        _load_model(model, trees[_component_of("model", name)], training["model_metadata"][name])
+        _load_model(model, trees[component_of("model", name)], training["model_metadata"][name])
     for name, optimizer in parts.optimizers.items():
-        _load_optimizer(optimizer, trees[_component_of("optimizer", name)])
+        _load_optimizer(optimizer, trees[component_of("optimizer", name)])
     for name, scheduler in parts.schedulers.items():
         scheduler.load_state_dict(training["schedulers"][name])
     for name, stateful in parts.states.items():

@@ -8,10 +8,12 @@ There is one writer at a time, and whoever looks at the checkpoints waits for it
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from holdfast.checkpoint.background import Job, nonfinite_copies
 from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.interval import IntervalChooser
-from holdfast.checkpoint.saver import Snapshot, encode, snapshot, write
+from holdfast.checkpoint.saver import Snapshot, Writers, encode, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
@@ -50,6 +52,7 @@ class _Save:
 
     shot: Snapshot  # what is written
     must_be_finite: Named  # tensors to look through before
+    bad: tuple[list[str], int] = ([], 0)  # what was seen of others: names that are not finite, and how many
     position: tuple[int, int]  # where the run stood
     started: float  # when, by the clock
     stall_seconds: float | None = None  # how long the loop was held; None if it is until the end
@@ -76,7 +79,7 @@ class Saving:
         must_be_finite: Callable[[], Named],
         position: Callable[[], tuple[int, int]],
         cuda: torch.device | None,
-        writes: bool = True,
+        writers: Writers | None,
     ) -> None:
         self._directory = directory
         self.chooser = IntervalChooser(
@@ -86,7 +89,8 @@ class Saving:
         )
         self._store = store
         self._record = record
-        self._every = policy.save_interval_steps if writes else None  # of several ranks one writes
+        self._every = policy.save_interval_steps if writers is not None else None  # None: another rank writes
+        self._writers = writers or Writers()
         self._keep_latest_k = policy.keep_latest_k
         self._clock = clock
         self._run_state = run_state
@@ -195,21 +199,32 @@ class Saving:
         self._saved_at = None
         self.save()
 
-    def save_when_due(self) -> None:
-        """Begin a save of this state; the writer goes on beside the training. While one is under way, wait a step."""
-        if self._tried_at_step is None or not self._in_background:
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a save that is due now would have to wait."""
+        return self.collected()._job is not None
+
+    def save_when_due(self, *, busy: bool = False) -> None:
+        """Begin a save of this state; the writer goes on beside the training. While one is under way, wait a step.
+
+        So does one whose share another process cannot save yet: `busy`.
+        """
+        if not busy and (self._tried_at_step is None or not self._in_background):
             self.save()
         else:
             self.collected()
-            if self._is_pointless():
+            if not busy and self._is_pointless():
                 return
-            self._save_in_background()
+            self._save_in_background(busy=busy)
         self.chooser.resumes(self._clock.monotonic_seconds())
 
-    def _save_in_background(self) -> None:
+    def _save_in_background(self, *, busy: bool) -> None:
         started = self._clock.monotonic_seconds()
         try:
-            begun = False if self._job is not None else self._hand_over(started)
+            begun = False if busy or self._job is not None else self._hand_over(started)
+            if begun is False and self._writers.are_several and not busy:  # the others have begun theirs
+                self.finish()
+                begun = self._hand_over(started)
         except RunDirectoryError:
             raise
         except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
@@ -236,6 +251,8 @@ class Saving:
     def _failed_at_once(self, error: Exception, started: float) -> None:
         self._tried()
         self.failed += 1
+        with contextlib.suppress(Exception):
+            self._writers.all(partial(_raised, error))  # the others wait for what was found here
         self._record_failure(self._record.global_step, error, self._clock.monotonic_seconds() - started)
 
     def _hand_over(self, started: float) -> bool | None:
@@ -252,13 +269,13 @@ class Saving:
         for name, tensor in self._must_be_finite():
             copy = shot.copy_of(tensor)
             (others if copy is None else copies).append((name, tensor if copy is None else copy))
-        bad, count = nonfinite_tensors(others)  # what no checkpoint holds, or in another form: now or never
+        bad = nonfinite_tensors(others)  # what no checkpoint holds, or in another form: now or never
         stall = self._clock.monotonic_seconds() - started
         save = _Save(
-            shot=shot, must_be_finite=copies, position=self._position(), started=started, stall_seconds=stall
+            shot=shot, must_be_finite=copies, bad=bad, position=self._position(), started=started, stall_seconds=stall
         )
-        if count:
-            self._refuse(save, bad, count)
+        if bad[1] and not self._writers.are_several:
+            self._refuse(save, *bad)
             self._take_in(save)
         else:
             self._job = Job(lambda: self._carry_out(save, nonfinite_copies), self._directory.path)
@@ -270,17 +287,20 @@ class Saving:
         """Look through the state, write it and prune. Nothing is raised: errors are in what is returned."""
         step, cpu_began = save.shot.global_step, time.thread_time()
         try:
-            bad, count = find_nonfinite(save.must_be_finite)
+            found = self._writers.all(lambda: [save.bad, find_nonfinite(save.must_be_finite)])
+            bad = [name for share in found for names, _ in share for name in names]
+            count = sum(count for share in found for _, count in share)
             if count:
                 return self._refuse(save, bad, count)
-            entry = write(self._store, save.shot, unix_seconds=self._clock.unix_seconds())
+            now = self._clock.unix_seconds()
+            entry = write(self._store, save.shot, unix_seconds=now, writers=self._writers)
         except Exception as error:  # noqa: BLE001 - an event, and the caller's to judge
             save.error = error
             self._end(save)
             self._record_failure(step, error, save.seconds)
             return save
         try:
-            removed = self._store.prune(self._keep_latest_k, known_good=entry)
+            removed = [] if self._writers.rank else self._store.prune(self._keep_latest_k, known_good=entry)
         except (OSError, HoldfastError) as error:
             removed = []  # the checkpoint is good all the same
             self._record.emit(run_events.PruneFailed(error=str(error)), global_step=step)
@@ -427,6 +447,10 @@ class Saving:
         step = self._record.global_step
         self._tried_at_step = step if to_checkpoint else min(self._tried_at_step or 0, step)
         self._refused = None
+
+
+def _raised(error: Exception) -> Any:
+    raise error
 
 
 def _for_good(error: Exception | None) -> Exception | None:

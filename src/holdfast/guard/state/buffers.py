@@ -130,6 +130,16 @@ class BufferKeeper:
     def _note_versions(self) -> None:
         self._versions = [(place.now(), _version(place.now())) for place in self._constant]
 
+    def now(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that may change, by name, as they are."""
+        return {place.name: buffer for place in self._mutable if (buffer := place.now()) is not None}
+
+    def load(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Put values into the buffers of these names that may change."""
+        for name, buffer in self.now().items():
+            if name in saved:
+                buffer.copy_(saved[name])
+
     def mutable_outside_norms(self) -> list[str]:
         """Return the names of the buffers known to change that are no running statistics of a norm layer."""
         return [place.name for place in self._mutable if self._known and not place.is_statistic]

@@ -18,6 +18,7 @@ from torch import nn
 from holdfast.guard.parts import Parts, Stateful
 from holdfast.guard.state.trees import copied, fingerprint, is_small, same
 from holdfast.memory.oom import find_out_of_memory
+from holdfast.numerics.gradients import local
 
 _SMALL_BYTES = 64 * 2**20
 _SMALL_ENTRIES = 512
@@ -38,12 +39,12 @@ class FrozenParameters:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return them by name, as they are in memory."""
-        return {name: p.detach() for name, p in self._frozen}
+        return {name: local(p.detach()) for name, p in self._frozen}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy values into them, unseen by autograd."""
         for name, parameter in self._frozen:
-            parameter.data.copy_(state[name])
+            local(parameter.data).copy_(state[name])
 
 
 def kept_states(parts: Parts) -> dict[str, Stateful]:

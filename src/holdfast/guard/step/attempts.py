@@ -38,7 +38,7 @@ from holdfast.memory.oom import is_sticky
 from holdfast.memory.recompute import RecomputeDiffersError, find_blocks, parts_of, recomputing
 from holdfast.memory.saved_bytes import SavedBytes
 from holdfast.numerics.eager import anything_compiled
-from holdfast.numerics.gradients import Group, inspect
+from holdfast.numerics.gradients import Group, inspect, local
 from holdfast.numerics.loss import check_count
 
 _NOTHING = contextlib.nullcontext()
@@ -151,9 +151,8 @@ class Attempts:
                 rule="H202",
             )
         self._let_state_exist(work.names)
-        facts, norms = inspect(
-            groups, passed.loss, *([passed.items] if isinstance(passed.items, torch.Tensor) else [])
-        )
+        along = [passed.items] if isinstance(passed.items, torch.Tensor) else []
+        facts, norms = inspect(groups, passed.loss, *along, share=self._ranks.norms)
         for items in facts.along:
             check_count(items or math.nan, counted=passed.counted)  # none at all is no mean
         return Attempt(
@@ -393,7 +392,9 @@ def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> 
         for p in everything:
             p.grad = None
         for p in chosen:
-            p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+            # Of one that is sharded, something of its form: nothing is computed with it.
+            is_whole = local(p) is p
+            p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p) if is_whole else p.detach()
         yield
     finally:
         for p, gradient in zip(everything, before, strict=True):

@@ -1,0 +1,384 @@
+"""A model that `fully_shard` has spread over the ranks: undisturbed a bare loop, and one run whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.ranks.harness import all_returned, run_ranks
+from tests.ranks.twins import TWINS
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
+
+import holdfast
+from holdfast.checkpoint import saver
+from holdfast.checkpoint.seal import verify
+from holdfast.cli.main import make_app
+from holdfast.testing import flip_bit
+
+pytestmark = pytest.mark.slow
+STEPS = 6
+
+
+def bare_model(*, norm=True):
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(6, 17),
+        nn.BatchNorm1d(17) if norm else nn.Identity(),
+        nn.Tanh(),
+        nn.Dropout(0.1),
+        nn.Linear(17, 17),
+        nn.Linear(17, 1),
+    ]
+    return nn.Sequential(*layers)
+
+
+def made(kind="resharded"):
+    model = bare_model(norm=kind != "bf16")
+    if kind == "replicated":
+        model = DistributedDataParallel(model)
+    elif kind != "alone":
+        low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        given = {"mp_policy": low} if kind == "bf16" else {}
+        if kind == "hybrid":
+            given["mesh"] = init_device_mesh("cpu", (2, distributed.get_world_size() // 2), mesh_dim_names=("a", "b"))
+        for layer in (model[0], model[4]):
+            fully_shard(layer, reshard_after_forward=kind != "kept", **given)
+        fully_shard(model, **given)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def loss_of(model):
+    return lambda batch: model(batch).float().square().mean()
+
+
+def batches_of(rank, *, sizes=(8,) * STEPS):
+    return [torch.randn(n, 6, generator=torch.Generator().manual_seed(10 * k + rank)) for k, n in enumerate(sizes)]
+
+
+def state_of(model, optimizer):
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *model.buffers(), *moments]
+    return [getattr(each, "to_local", lambda each=each: each)().detach().clone() for each in tensors]
+
+
+def bare(rank, kind):
+    model, optimizer = made(kind)
+    torch.manual_seed(rank)
+    for batch in batches_of(rank):
+        with torch.no_grad():
+            model.eval()(batch)
+        model.train()
+        optimizer.zero_grad()
+        loss_of(model)(batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return [*state_of(model, optimizer), torch.get_rng_state()]
+
+
+def guarded(rank, run, kind):
+    model, optimizer = made(kind)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=batches_of(rank), max_grad_norm=0.1, save_interval_steps=2
+    )
+    torch.manual_seed(rank)
+    losses = []
+    for batch in guard.batches(max_epochs=1):
+        with guard.evaluate():  # leaves the outermost parameters whole
+            model(batch)
+        losses.append(float(guard.step(batch, loss_of(model)).loss))
+    found = [*state_of(model, optimizer), torch.get_rng_state()]
+    guard.close()
+    return found, losses
+
+
+def bare_and_guarded(rank, run, kinds, twin=None):
+    TWINS[twin](rank)
+    return [(bare(rank, kind), guarded(rank, f"{run}/{kind}", kind)) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kinds"), [(2, ["resharded", "kept", "bf16"]), (3, ["resharded"]), (4, ["hybrid"])]
+)
+def test_undisturbed_ranks_equal_a_bare_loop_bit_for_bit(tmp_path, world_size, kinds):
+    """Shards of weights and moments, buffers and random state are those of a loop without a guard."""
+    check_undisturbed(all_returned(run_ranks(bare_and_guarded, world_size, tmp_path, kinds)))
+
+
+def check_undisturbed(found):
+    for of_rank in found:
+        for (of_bare, (of_guarded, losses)), (_, (_, of_first)) in zip(of_rank, found[0], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(of_bare, of_guarded, strict=True))
+            assert losses == of_first
+
+
+def trained(rank, run, kind, until, twin=None):
+    TWINS[twin](rank)
+    model, optimizer = made(kind)
+    data = list(torch.randn(96, 6, generator=torch.Generator().manual_seed(1)).unbind())
+    loader = holdfast.DataLoader(list(enumerate(data)), batch_size=4, shuffle=True, seed=3)
+    given = {"model": model, "optimizer": optimizer, "loader": loader, "save_interval_steps": 2}
+    guard = holdfast.Guard(run, **given)
+    begun_at, begun_with = guard.global_step, whole(model, optimizer)
+    torch.manual_seed(100 + rank) if guard.resumed_from is None else None
+    seen, damaged = [], [event for event in guard.events() if event.kind == "checkpoint_damaged"]
+    for indices, batch in guard.batches(max_epochs=1, max_steps=until):
+        seen += indices.tolist()
+        guard.step(batch, loss_of(model))
+    guard.close()
+    return {
+        "seen": seen, "begun at": begun_at, "begun with": begun_with, "damaged": len(damaged),
+        "ended with": whole(model, optimizer), "own": [*state_of(model, optimizer), torch.get_rng_state()],
+    }  # fmt: skip
+
+
+def whole(model, optimizer):
+    """Return weights and moments by name, put together of all ranks."""
+    bare_names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
+    found = dict(zip(bare_names, model.parameters(), strict=True))
+    for name, parameter in zip(bare_names, model.parameters(), strict=True):
+        found |= {f"{key} of {name}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return {
+        name: getattr(each, "full_tensor", lambda each=each: each)().detach().clone() for name, each in found.items()
+    }
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+CHAINS = {
+    "sharded": [("resharded", 4), ("kept", 2), ("resharded", 3)],
+    "replicated, then sharded": [("replicated", 2), ("resharded", 3), ("replicated", 2)],
+    "hybrid, then alone": [("hybrid", 4), ("alone", 1), ("resharded", 2)],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_run_goes_on_on_other_numbers_of_ranks_and_spread_in_another_way(tmp_path, chain):
+    """What each continues with is what the one before had, bit for bit; each sample of the epoch is taken once."""
+    seen, before = [], None
+    for number, (kind, world_size) in enumerate(CHAINS[chain]):
+        until = 3 * (number + 1) if number < 2 else None
+        found = all_returned(run_ranks(trained, world_size, tmp_path, kind, until))
+        seen += [index for of_rank in found for index in of_rank["seen"]]
+        for of_rank in found:
+            assert equal(of_rank["ended with"], found[0]["ended with"])
+            assert before is None or equal(of_rank["begun with"], before)
+        before = found[0]["ended with"]
+    assert sorted(seen) == list(range(96))
+
+
+def ragged(rank, run, kind):
+    model, optimizer = made(kind)
+    model.eval()
+    loader = batches_of(rank, sizes=RAGGED[rank])
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=None)
+    items = [guard.step(batch, loss_of(model)).items for batch in guard.batches(max_epochs=1)]
+    return whole(model, optimizer), items
+
+
+RAGGED = [(5, 8, 3, 1), (2, 1, 7, 6), (4, 4, 1, 9)]
+
+
+def test_ragged_batches_weigh_by_their_items(tmp_path):
+    """The weights are those of one process which trains on the batches of all ranks together."""
+    batches = [torch.cat(each) for each in zip(*(batches_of(r, sizes=n) for r, n in enumerate(RAGGED)), strict=True)]
+    alone, optimizer = made("alone")
+    alone.eval()
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(alone)(batch).backward()
+        optimizer.step()
+    for found, items in all_returned(run_ranks(ragged, 3, tmp_path, "resharded")):
+        assert items == [len(batch) for batch in batches]
+        weights = torch.cat([parameter.detach().flatten() for parameter in alone.parameters()])
+        off = torch.cat([found[name].flatten() for name, _ in alone.named_parameters()]) - weights
+        assert off.norm() <= 1e-6 * weights.norm()
+
+
+def disturbed(rank, run, what, where):
+    model, optimizer = made()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), save_interval_steps=2)
+    results = []
+
+    def loss_fn(batch):
+        loss = loss_of(model)(batch)
+        if rank == where and len(results) == 3:
+            if what == "bad input":
+                return loss.detach()
+            if what == "exception":
+                raise KeyError("the wrong key")
+            if what == "out of memory":
+                torch.empty(2**50, dtype=torch.uint8)
+        return loss
+
+    def in_the_optimizer(*_):
+        if what == "optimizer" and rank == where and len(results) == 3:
+            torch.empty(2**50, dtype=torch.uint8)
+
+    optimizer.register_step_pre_hook(in_the_optimizer)
+    for batch in guard.batches(max_epochs=1):
+        if what == "nan" and rank == where and len(results) in (0, 3):
+            batch[3] = float("nan")
+        if what == "stop" and rank == where and len(results) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        results.append(guard.step(batch, loss_fn))
+        if what == "killed" and rank == where and len(results) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return whole(model, optimizer), [(each.skipped, each.reason) for each in results], guard.statistics()
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_nan_on_one_rank_is_skipped_by_all_and_the_rank_is_named(tmp_path, where):
+    """It comes to the shards of all by the gradients; whose loss it was says the row."""
+    found = all_returned(run_ranks(disturbed, 2, tmp_path, "nan", where))
+    for state, results, _ in found:
+        assert equal(state, found[0][0])
+        assert all(value.isfinite().all() for value in state.values())
+        assert [skipped for skipped, _ in results] == [True, False, False, True, False, False]
+        assert f"rank {where}: " in results[0][1]
+        assert f"rank {where}: " in results[3][1]
+
+
+def test_a_stop_on_one_rank_stops_all_at_the_same_step(tmp_path):
+    """All have written their shares by then."""
+    for _, results, statistics in all_returned(run_ranks(disturbed, 2, tmp_path, "stop", 1)):
+        assert len(results) == 4
+        assert (statistics.global_step, statistics.checkpoints_failed) == (4, 0)
+    assert [path.name for path in Path(tmp_path, "checkpoints").glob("*-step00000004/rank1/model.safetensors")]
+
+
+TEXTS = {
+    "bad input": "H202",
+    "exception": "KeyError: 'the wrong key'",
+    "out of memory": "H401",
+    "optimizer": "H402",
+    "killed": "H114",
+}
+
+
+@pytest.mark.parametrize(("what", "where"), [(what, number % 2) for number, what in enumerate(TEXTS)])
+def test_what_one_rank_fails_with_ends_all_with_its_text(tmp_path, what, where):
+    """Nobody hangs, also not in the thread that writes; started again, they go on from the checkpoint of all."""
+    ends = run_ranks(disturbed, 2, tmp_path, what, where, limit_seconds=20.0)
+    assert all(end.exit_code for end in ends), ends
+    assert max(end.seconds for end in ends) - min(end.seconds for end in ends) < 5.0
+    assert TEXTS[what] in ends[1 - where].output, ends
+    for _, results, _ in all_returned(run_ranks(disturbed, 2, tmp_path, None, where)):
+        assert what == "killed" or len(results) == STEPS - 2
+
+
+@pytest.mark.parametrize("where", ["model.safetensors", "rank1/model.safetensors", "rank2/optimizer.safetensors"])
+def test_a_flipped_bit_in_the_file_of_any_rank_is_seen_and_all_take_the_checkpoint_before(tmp_path, where):
+    """Every byte of every rank has its digest in the one manifest."""
+    first = all_returned(run_ranks(trained, 3, tmp_path, "resharded", 2))
+    all_returned(run_ranks(trained, 3, tmp_path, "resharded", 4))
+    newest = max(Path(tmp_path, "checkpoints").iterdir())
+    flip_bit(newest / where, 8 * (newest / where).stat().st_size - 9)
+    assert CliRunner().invoke(make_app(), ["checkpoints", str(tmp_path), "--verify"]).exit_code == 1
+    found = all_returned(run_ranks(trained, 3, tmp_path, "resharded", 5))
+    for of_rank in found:
+        assert of_rank["begun at"] < 4
+        assert of_rank["begun at"] > 2 or equal(of_rank["begun with"], first[0]["ended with"])
+    assert found[0]["damaged"] == 1
+
+
+def test_a_resume_on_as_many_ranks_is_bit_exact(tmp_path):
+    """Each rank goes on with its shards, its samples, its random state and its statistics of batches."""
+    undisturbed = all_returned(run_ranks(trained, 2, tmp_path / "whole", "resharded", None))
+    first = all_returned(run_ranks(trained, 2, tmp_path / "parts", "resharded", 5))
+    rest = all_returned(run_ranks(trained, 2, tmp_path / "parts", "resharded", None))
+    for of_whole, before, after in zip(undisturbed, first, rest, strict=True):
+        assert before["seen"] + after["seen"] == of_whole["seen"]
+        assert all(torch.equal(a, b) for a, b in zip(of_whole["own"], after["own"], strict=True))
+
+
+def test_the_weights_of_all_ranks_become_one_plain_file(tmp_path):
+    """It is loaded without ranks, and without this library."""
+    (found, _) = all_returned(run_ranks(trained, 2, tmp_path, "resharded", 3))
+    target = tmp_path / "model.safetensors"
+    ended = CliRunner().invoke(make_app(), ["checkpoints", str(tmp_path), "--export", str(target)])
+    assert ended.exit_code == 0, ended.output
+    model = bare_model()
+    model.load_state_dict(load_file(target))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, found["ended with"][name])
+
+
+def saving_badly(rank, run, what, twin=None):
+    TWINS[twin](rank)
+    model, optimizer = made()
+    given = {"save_interval_steps": 1, "async_save": what != "full disk, at once", "nonfinite_patience": 1}
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8,) * 9), **given)
+    write = saver._write_tensors
+
+    def slow_or_full(path, tensors):
+        if rank == 1 and guard.global_step in (2, 3) and path.name == "optimizer.safetensors":
+            if "full disk" in what:
+                raise OSError("No space left on device")
+            time.sleep(0.5 if what == "slow disk" else 0.0)
+        return write(path, tensors)
+
+    saver._write_tensors = slow_or_full
+    steps = []
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+        steps.append(guard.global_step)
+        if what == "NaN" and rank == 1 and len(steps) == 5:
+            moments = optimizer.state[next(model.parameters())]["exp_avg_sq"].to_local()  # no step looks odd by it
+            moments.view(-1)[0] = float("inf")
+        time.sleep(0.1 if what == "NaN" else 0.05)
+    return steps, guard.statistics(), whole(model, optimizer)
+
+
+@pytest.mark.parametrize("what", ["full disk, at once", "full disk", "slow disk", "NaN"])
+def test_a_share_that_cannot_be_saved_is_seen_by_all(tmp_path, what):
+    """A save fails, waits or is refused on all ranks, and there is no checkpoint of half a state."""
+    check_saved(all_returned(run_ranks(saving_badly, 2, tmp_path, what)), tmp_path, what)
+
+
+def check_saved(found, run, what):
+    first, second = (statistics for _, statistics, _ in found)
+    assert first.checkpoints_saved == second.checkpoints_saved > 1
+    assert first.checkpoints_failed == second.checkpoints_failed
+    assert found[0][0] == found[1][0]
+    assert equal(found[0][2], found[1][2])
+    if "full disk" in what:
+        assert first.checkpoints_failed >= 1
+    if what == "NaN":
+        assert (first.rollbacks, second.rollbacks) == (1, 1)
+        assert all(value.isfinite().all() for value in found[0][2].values())
+    for path in Path(run, "checkpoints").iterdir():
+        assert not path.name.startswith(".tmp")
+        assert sum(name.startswith("rank1/") for name in verify(path).files) == 1 + ("step00000000" not in path.name)
+
+
+@pytest.mark.parametrize("twin", ["measures its shards only", "reads the first rows", "sees its own share only"])
+def test_a_broken_twin_is_caught(tmp_path, twin):
+    """What the tests above look at would show a rank that takes its own share for all there is."""
+    if twin == "measures its shards only":
+        ends, check = run_ranks(bare_and_guarded, 2, tmp_path, ["resharded"], twin), check_undisturbed
+    elif twin == "reads the first rows":
+        before = all_returned(run_ranks(trained, 2, tmp_path, "resharded", 3))[0]["ended with"]
+        ends = run_ranks(trained, 2, tmp_path, "resharded", 4, twin)
+
+        def check(found):
+            assert all(equal(of_rank["begun with"], before) for of_rank in found)
+
+    else:
+        ends = run_ranks(saving_badly, 2, tmp_path, "NaN", twin, limit_seconds=8.0, may_hang=True)
+
+        def check(found):
+            check_saved(found, tmp_path, "NaN")
+
+    with pytest.raises(AssertionError):
+        check(all_returned(ends))
