@@ -518,6 +518,32 @@ def test_a_loader_that_ends_early_on_one_rank_is_said_on_all(tmp_path):
         assert "the loader of rank 1 has ended" in (end.raised or ""), ends
 
 
+def slow(rank, run, where):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8 - rank,) * 40))
+
+    def loss_fn(batch):
+        time.sleep(0.01 * (where == "in forward" and rank == 1))
+        return loss_of(model)(batch)
+
+    for batch in guard.batches(max_epochs=1):
+        time.sleep(0.01 * (where == "between steps" and rank == 1))
+        guard.step(batch, loss_fn)
+    return [event.data for event in guard.events() if event.kind == "rank_is_slow"]
+
+
+@pytest.mark.parametrize("where", ["in forward", "between steps", "nowhere"])
+def test_the_rank_that_others_wait_for_is_named(tmp_path, where):
+    """With where it loses its time, and the items that each rank has."""
+    found, others = all_returned(run_ranks(slow, 2, tmp_path, where))
+    assert not others
+    if where == "nowhere":
+        assert not found
+        return
+    (event,) = found
+    assert (event["rank"], event["where"][: len(where)], event["items_a_step"]) == (1, where, [8.0, 7.0])
+
+
 def stays(rank, run):
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))

@@ -106,6 +106,20 @@ class Validated(EventData):
     learning_rate_changed_by: tuple[str, ...] = ()
 
 
+class RankIsSlow(EventData):
+    """The others have waited for one rank in the steps of an epoch: its own seconds before the loss; all items.
+
+    `share` is of the time of a step. What a rank loses in backward alone does not show.
+    """
+
+    rank: int
+    where: str
+    seconds_a_step: float
+    of_others: float
+    share: float
+    items_a_step: tuple[float, ...]
+
+
 class ImageAdded(EventData):
     """An image was written, relative to the run directory; and how many of its values were odd."""
 

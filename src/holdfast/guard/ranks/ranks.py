@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.saver import Writers
 from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError, RankError
+from holdfast.core.events.run_events import RankIsSlow
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.messages import Messages, SharedWriters
 from holdfast.guard.ranks.one import OneRank, Saves
+from holdfast.guard.ranks.pace import Pace
 from holdfast.guard.ranks.replicated import Replicated
 from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Rows, Said
 from holdfast.guard.ranks.sharded import Sharded
@@ -59,6 +61,7 @@ class Ranks(OneRank):
             self.share = partial(model.share, is_first=self.rank == 0)
             self.writers = SharedWriters(self.rank, self._messages)
         self._rows_begun = 0
+        self._pace = Pace(self.world_size)
         self._pending: PendingRow | None = None
         self._rows: Rows | None = None  # of the last step
         self._reference: float | None = None  # items of a rank that a loss is measured by; the same on all
@@ -115,7 +118,7 @@ class Ranks(OneRank):
         repeats = self._cursor is not None and self._cursor.repeats()
         if repeats:
             items = 0.0
-        self._pending, self._counted = self._begin_row(loss, items, repeats=repeats), counted
+        self._pending, self._counted = self._begin_row(loss, items, repeats=repeats, **self._pace.said()), counted
         return items / self._reference_for(items)
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
@@ -170,8 +173,10 @@ class Ranks(OneRank):
     def begin(self) -> None:
         """Begin an attempt, on all ranks."""
         self._check_here()
+        self._pace.come()
         while True:
             self._model.begin()
+            self._pace.begin()
             self._pending, self._rows, self._before = None, None, self._reference
             if not self._is_behind:
                 return
@@ -188,6 +193,7 @@ class Ranks(OneRank):
         self._model.end()
         self._reference = rows.items / self.world_size
         self._hear(rows)
+        self._pace.end(rows)
         return True
 
     def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
@@ -306,11 +312,13 @@ class Ranks(OneRank):
 
     # --- the loop -------------------------------------------------------------------------------------------
 
-    def end_epoch(self) -> None:
-        """Raise H116 on all ranks if the loader of one has ended and that of another has not."""
+    def end_epoch(self) -> RankIsSlow | None:
+        """Return which rank was slow; raise H116 if the loader of one has ended and that of another has not."""
         rows = self._begin_row(0.0, 0.0, kind=EPOCH_END, failed=self._is_behind).rows()
         self._hear(rows)
         self._catch_up(rows.which_failed())
+        slowest = self._pace.slowest()
+        return slowest if self.rank == 0 else None
 
     # --- saving ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import distributed
 from holdfast.core.errors import RankError
 
 STEP, EPOCH_END = 0.0, 1.0
-_WIDTH = 9
+_WIDTH = 11
 # The newer name where there is one: torch warns of the other.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -28,6 +28,8 @@ class Said:
     refused: bool = False  # a save was refused; as above
     repeats: bool = False  # what it trains on counts on another rank
     failed: bool = False  # this rank cannot make this attempt, or has not made its last step whole
+    between: float = 0.0  # seconds since its last step, until this one began
+    forward: float = 0.0  # and since then
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class PendingRow:
     """A row that is on its way to all ranks, and those that come from them."""
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
-        flags = said.stop, said.save, said.refused, said.repeats, said.failed
+        flags = said.stop, said.save, said.refused, said.repeats, said.failed, said.between, said.forward
         self._row = torch.tensor([said.kind, said.number, 0.0, 0.0, *flags], dtype=torch.float64, device=device)
         self._row[2] = items
         self._row[3] = loss

@@ -118,7 +118,8 @@ class Loop:
                 self._save_if_due()
             if finished():
                 return
-        self._ranks.end_epoch()
+        if (slow := self._ranks.end_epoch()) is not None:
+            self._record.emit(slow)
         cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
         if self._session.policy.scheduler_interval == "epoch":
             parts = self._session.parts
