@@ -104,7 +104,7 @@ def train(kind: str, folder: Path, *, dropout: bool) -> None:
         time.sleep(0.01)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
     if rank == 0:
-        torch.save(torch.cat([p.flatten() for p in whole]), folder / "weights.tmp")
+        torch.save(torch.cat([p.detach().flatten() for p in whole]), folder / "weights.tmp")
         (folder / "weights.tmp").rename(folder / "weights")
     distributed.destroy_process_group()
 
@@ -216,7 +216,7 @@ def main() -> None:
         train(sys.argv[2], Path(sys.argv[3]), dropout=sys.argv[4] == "dropout")
         return
     options = read_options("rank_kills", __doc__ or "")
-    chance, count, kinds = random.Random(0), 4 if options.quick else 60, ("ddp",)
+    chance, count, kinds = random.Random(0), 4 if options.quick else 60, ("ddp", "fsdp")
     result = Result(options=options, parameters={"schedules": count, "steps": _STEPS, "batch of all ranks": _BATCH})
     schedules = [any_schedule(chance, number, kinds) for number in range(count)]
     outcomes = []
