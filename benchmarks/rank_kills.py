@@ -125,7 +125,7 @@ def start(schedule: Schedule, folder: Path, world_size: int) -> subprocess.Popen
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(
             command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path[1:]])},
         )  # fmt: skip
 
 
