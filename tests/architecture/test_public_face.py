@@ -84,6 +84,7 @@ def test_the_fields_of_a_result_and_of_the_policy() -> None:
     assert [field.name for field in dataclasses.fields(holdfast.StepResult)] == [
         "loss", "items", "grad_norm", "micro_batch_size", "attempts", "skipped", "reason",
         "dropped_samples",
+        "extra",
     ]  # fmt: skip
     source = (ROOT / "src/holdfast/core/policy/policy.py").read_text().splitlines()
     for field in dataclasses.fields(holdfast.Policy):

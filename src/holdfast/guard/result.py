@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ class Passed(NamedTuple):
     items: float | torch.Tensor  # what it is over; of several terms, those of the first
     dropped: tuple[tuple[int, int], ...] = ()  # ``(start, end)`` of samples whose part had a loss of NaN or Inf
     counted: bool = False  # whether the items must be whole
+    extra: Mapping[str, Any] | None = None  # what the loss function has returned beside the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class StepResult:
         reason: Why it was skipped, and what was done; else None.
         dropped_samples: Positions in the batch of the samples that the step was made without, since NaN or Inf came
             from them (``Policy.drop_nonfinite_samples``), or from the micro-batch that they were in.
+        extra: What `Loss` was given as ``extra``, detached. Of a batch in parts: tensors with a row for each sample
+            are concatenated, numbers are averaged over the samples, of all else there is a list.
     """
 
     loss: torch.Tensor
@@ -49,6 +52,7 @@ class StepResult:
     skipped: bool
     reason: str | None
     dropped_samples: tuple[int, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +66,7 @@ class Attempt:
     facts: GradientFacts
     norms: torch.Tensor  # of each gradient
     dropped: tuple[tuple[int, int], ...] = ()  # samples whose micro-batch had a loss of NaN or Inf
+    extra: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +115,7 @@ class Outcome:
             skipped=reason is not None,
             reason=reason,
             dropped_samples=() if reason is not None else self.dropped or tuple(left_out),
+            extra=self.attempt.extra or {},
         )
 
 

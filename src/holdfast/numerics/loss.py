@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ class Loss:
         mean: The mean loss over `items`, shape ``()``, with a graph.
         items: How many tokens, frames or samples the mean is over: a number or a tensor of one element. Of a weighted
             mean, the sum of the weights, which need not be whole.
+        extra: More that came of the forward pass, by name, such as logits: it comes back in `StepResult.extra`.
 
     Example:
         >>> Loss(torch.tensor(2.0), items=7).items
@@ -34,6 +35,7 @@ class Loss:
 
     mean: torch.Tensor
     items: int | float | torch.Tensor
+    extra: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class Terms:
     items: tuple[Any, ...]  # of each term: a number, or a tensor of shape () on a device
     declared: bool  # the loss function said the items
     counted: bool = False  # they came as a bare pair, and so must be whole: it could be meant as two losses
+    extra: Mapping[str, Any] | None = None  # detached
 
     def total(self) -> torch.Tensor:
         """Return the sum of the means, shape ``()``; of one term, that mean itself."""
@@ -95,7 +98,39 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
             rule="H202",
         )
     found = tuple(_count(items, counted=counted) for _, items in pairs)
-    return Terms(means=means, items=found, declared=declared, counted=counted)
+    return Terms(means=means, items=found, declared=declared, counted=counted, extra=_extra(returned))
+
+
+def _extra(returned: Any) -> dict[str, Any] | None:
+    """Return what the terms of a loss have brought beside it, without graphs."""
+    terms = [returned] if isinstance(returned, Loss) else returned
+    terms = terms.values() if isinstance(terms, Mapping) else terms if isinstance(terms, (list, tuple)) else ()
+    given = [term.extra for term in terms if isinstance(term, Loss) and term.extra]
+    found = {name: value for extra in given for name, value in extra.items()}
+    return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in found.items()} or None
+
+
+def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -> dict[str, Any]:
+    """Return what the parts of a batch have brought beside their losses, as the whole batch would have.
+
+    Tensors with a row for each sample of their part are concatenated, numbers are averaged over the samples. What is
+    neither is a list of what each part has given.
+    """
+    names = dict.fromkeys(name for _, extra in parts for name in extra or ())
+    return {
+        name: _joined([(size, extra[name]) for size, extra in parts if extra and name in extra]) for name in names
+    }
+
+
+def _joined(values: list[tuple[int | None, Any]]) -> Any:
+    if len(values) == 1:
+        return values[0][1]
+    if all(isinstance(value, torch.Tensor) and value.dim() and len(value) == size for size, value in values):
+        return torch.cat([value for _, value in values])
+    if all(isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1) for _, v in values):
+        weights = [size or 1 for size, _ in values]
+        return sum(w * v for w, (_, v) in zip(weights, values, strict=True)) / sum(weights)
+    return [value for _, value in values]
 
 
 def without_graph(run: Callable[[], _T]) -> _T:

@@ -397,3 +397,25 @@ def test_a_part_without_anything_to_count_is_tried_before_it_is_left_out(tmp_pat
         (expected,) = torch.autograd.grad(terms.mean if declared else terms, model.weight)
         guard.step((X, some), loss)
         torch.testing.assert_close(model.weight.grad, expected)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 4])
+def test_what_a_loss_brings_beside_it_is_put_together(tmp_path: Any, micro_batch_size: int | None) -> None:
+    """Rows follow each other, numbers are averaged over the samples, all else is a list; nothing keeps a graph."""
+    model = nn.Linear(5, 3).double()
+
+    def loss(x: torch.Tensor) -> holdfast.Loss:
+        outputs = model(x)
+        extra = {"outputs": outputs, "first": outputs[:, 0].mean(), "share": len(x) / 10, "name": f"of {len(x)}"}
+        return holdfast.Loss(outputs.square().mean(), items=len(x), extra=extra)
+
+    with torch.no_grad():
+        expected = model(X[:, 0])
+    with guarded(tmp_path, model, micro_batch_size=micro_batch_size, check_split=False) as guard:
+        found = guard.step(X[:, 0], loss).extra
+        assert guard.step(X[:, 0], lambda x: model(x).mean()).extra == {}
+    assert torch.allclose(found["outputs"], expected)
+    assert not found["outputs"].requires_grad
+    assert torch.allclose(found["first"], expected[:, 0].mean())
+    assert found["share"] == pytest.approx(1.0 if micro_batch_size is None else (16 + 16 + 4) / 100)
+    assert found["name"] == ("of 10" if micro_batch_size is None else ["of 4", "of 4", "of 2"])

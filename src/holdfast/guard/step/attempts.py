@@ -139,7 +139,9 @@ class Attempts:
         self._verified.update(plan.recompute)
         if self._ranks.gathered is not None:
             rows = self._ranks.gathered(work.parameters)
-            passed = Passed(passed.loss.new_tensor(rows.loss), rows.items, passed.dropped, passed.counted)
+            passed = Passed(
+                passed.loss.new_tensor(rows.loss), rows.items, passed.dropped, passed.counted, passed.extra
+            )
         self.loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
         if not any(group.parameters for group in groups):
@@ -163,6 +165,7 @@ class Attempts:
             facts=facts,
             norms=norms,
             dropped=passed.dropped,
+            extra=passed.extra,
         )
 
     # --- recomputation ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from holdfast.guard.splitting.two_pass import Inputs, TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import Weighting, shares
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import fresh
-from holdfast.numerics.loss import Terms, bad_items, read_loss, without_graph
+from holdfast.numerics.loss import Terms, bad_items, put_together, read_loss, without_graph
 
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 
@@ -63,7 +63,7 @@ class Passes:
         terms.check_items()
         loss = self._ranks.weighed(terms)
         self._backward(loss, inputs())
-        return Passed(loss.detach(), terms.items[0], counted=terms.counted)
+        return Passed(loss.detach(), terms.items[0], (), terms.counted, terms.extra)
 
     def parted(
         self,
@@ -90,6 +90,7 @@ class Passes:
             self._ranks.check_terms(terms)
             return Passed(terms.total().detach(), terms.read()[1][0])
         tried = self._safety.empty_is_tried(loss_fn)
+        extra: list[tuple[int | None, Any]] = []
         tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops, empty_is_tried=tried)
         for index, (part, samples) in enumerate(parts):
             terms = self._forward(part, samples, loss_fn)
@@ -99,8 +100,9 @@ class Passes:
                 loss = sum(mean * weight for mean, weight in zip(terms.means, weights, strict=True) if weight)
                 assert isinstance(loss, torch.Tensor)
                 tally.add(loss.detach())
+                extra.append((samples, terms.extra))
                 self._backward(loss, inputs())
-        return tally.finish(parameters)
+        return tally.finish(parameters)._replace(extra=put_together(extra))
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run several batches whose losses add up as they are; parts of one batch by their share in its mean."""
