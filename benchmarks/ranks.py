@@ -6,11 +6,14 @@ optimizer: the allocator refuses 2**50 bytes. A failure counts as recovered if t
 moments of all ranks have the bits of the run in which nothing fails. Models: plain, with BatchNorm, with
 find_unused_parameters and a layer that not every rank uses, with a communication hook; DistributedDataParallel each.
 
+*Raises*: one rank raises an error of its own at a random step, in the loss function, in backward, in the optimizer,
+in the loader or in the body of the loop. Counted is who ends within 5 s after it, with its text in the error output.
+
 *Cost*: on each of two ranks a bare and a guarded model train in blocks of 20 steps that take turns, in an order that
 is random and the same on both. Compared is the CPU time of all threads of both processes (user and system), warm:
 after 500 steps; and in the first 400.
 
-To reach: 200 of 200 recovered; cost at most 1.02 at 10 ms and 1.01 at 50 ms.
+To reach: 200 of 200 recovered; 50 of 50 end in time with the text; cost at most 1.02 at 10 ms and 1.01 at 50 ms.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ import os
 import random
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.forks import Child, Fate, single_threaded, value_in_a_fork
@@ -36,11 +42,12 @@ from benchmarks.step_models import MAX_GRAD_NORM, Job, find_batch_size
 from holdfast import Guard
 
 _STEPS, _WIDTH, _SAMPLES, _BLOCK, _FIRST, _WARM_AFTER = 6, 23, 8, 20, 400, 500
+_PLACES = ("loss", "backward", "optimizer", "loader", "loop")
 _KINDS = ("plain", "buffers", "unused", "hook")
 _Plan = dict[tuple[int, int], tuple[str, int]]  # by step and rank: the phase that fails, and the layer
 
 
-def on_ranks(function: Callable[[int], Any], world_size: int, timeout_seconds: float = 300.0) -> list[Fate]:
+def start_ranks(function: Callable[[int], Any], world_size: int) -> list[Child]:
     """Call a function with the rank in so many processes that are one group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -54,7 +61,12 @@ def on_ranks(function: Callable[[int], Any], world_size: int, timeout_seconds: f
         distributed.barrier()
         return found
 
-    children = [Child(partial(joined, rank)) for rank in range(world_size)]
+    return [Child(partial(joined, rank)) for rank in range(world_size)]
+
+
+def on_ranks(function: Callable[[int], Any], world_size: int, timeout_seconds: float = 300.0) -> list[Fate]:
+    """Call a function with the rank in so many processes that are one group; return how each has ended."""
+    children = start_ranks(function, world_size)
     until = time.monotonic() + timeout_seconds
     return [child.finish(max(0.1, until - time.monotonic())) for child in children]
 
@@ -185,6 +197,85 @@ def measure_recovery(result: Result, failures: int) -> None:
     )
 
 
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def _raise_planted(*_: Any) -> None:
+    raise ValueError("planted 4711")
+
+
+def raising(rank: int, folder: str, kind: str, where: str, who: int, step: int) -> None:
+    """Train until one rank raises; never returns."""
+    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 1))
+    if kind == "sharded":
+        fully_shard(net)
+    model = net if kind == "sharded" else DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for number in range(2 * _STEPS):
+            if (where, who, step) == ("loader", rank, number):
+                _raise_planted()
+            yield torch.randn(_SAMPLES, _WIDTH)
+
+    class Batches:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return batches()
+
+    try:
+        guard = Guard(f"{folder}/run", model=model, optimizer=optimizer, loader=Batches(), save_interval_steps=None)
+        for number, batch in enumerate(guard.batches(max_epochs=1)):
+            planted = where if (who, step) == (rank, number) else ""
+            if planted == "loop":
+                _raise_planted()
+            if planted == "optimizer":
+                optimizer.register_step_pre_hook(_raise_planted)
+
+            def loss(part: torch.Tensor, planted: str = planted) -> torch.Tensor:
+                output: torch.Tensor = model(part)
+                if planted == "loss":
+                    _raise_planted()
+                if planted == "backward":
+                    output.register_hook(_raise_planted)
+                return output.square().mean()
+
+            guard.step(batch, loss)
+    except BaseException as error:  # noqa: BLE001 - as an interpreter ends
+        sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(1)
+
+
+def measure_raises(result: Result, count: int) -> None:
+    chance, in_time, with_text = random.Random(1), 0, 0
+    seconds = []
+    for number in range(count):
+        world_size, folder = chance.choice((2, 3)), tempfile.mkdtemp()
+        kind, where = chance.choice(("replicated", "sharded")), _PLACES[number % len(_PLACES)]
+        who, step = chance.randrange(world_size), chance.randrange(2 * _STEPS)
+        run = partial(raising, folder=folder, kind=kind, where=where, who=who, step=step)
+        children, ended = start_ranks(run, world_size), dict[int, float]()
+        until = time.monotonic() + 60.0
+        while len(ended) < world_size and time.monotonic() < until:
+            for rank, child in enumerate(children):
+                if rank not in ended and child.has_ended:
+                    ended[rank] = time.monotonic()
+            time.sleep(0.005)
+        for child in children:
+            child.finish(0.1)
+        texts = [Path(folder, str(rank)).read_text(errors="replace") for rank in range(world_size)]
+        late = max(ended.values()) - min(ended.values()) if len(ended) == world_size else 60.0
+        seconds.append(late)
+        in_time += late <= 5.0
+        with_text += all("planted 4711" in text for text in texts)
+        if late > 5.0 or not all("planted 4711" in text for text in texts):
+            result.notes.append(f"raised in {where}, {kind}, step {step}, rank {who} of {world_size}: {late:.1f} s")
+    result.add_samples("a rank raises: until the last one has ended", "s", seconds)
+    result.add_count("a rank raises: all have ended within 5 s", in_time, count, expected=count)
+    result.add_count("a rank raises: its text on all ranks", with_text, count, expected=count)
+
+
 # --- cost -----------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +331,7 @@ def main() -> None:
     options = read_options("ranks", __doc__ or "")
     result = Result(options=options, parameters={"steps": _STEPS, "block": _BLOCK})
     measure_recovery(result, 20 if options.quick else 200)
+    measure_raises(result, 5 if options.quick else 50)
     measure_cost(result, quick=options.quick)
     result.write()
 
