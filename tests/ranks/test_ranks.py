@@ -518,6 +518,30 @@ def test_a_loader_that_ends_early_on_one_rank_is_said_on_all(tmp_path):
         assert "the loader of rank 1 has ended" in (end.raised or ""), ends
 
 
+def validating(rank, run, differ):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), save_interval_steps=100)
+    kept = []
+    for number, batch in enumerate(guard.batches(max_epochs=1)):
+        guard.step(batch, loss_of(model))
+        value = (0.3, 0.5, 0.4, 0.2)[number % 4] + differ * rank
+        kept.append(guard.validated(value, name="accuracy", mode="max", patience=2))
+    return kept, guard.best("accuracy").global_step, guard.global_step
+
+
+def test_all_ranks_keep_the_same_best_checkpoint_and_stop_alike(tmp_path):
+    """One writes it. Values that differ are an error on all."""
+    assert (
+        all_returned(run_ranks(validating, 2, tmp_path / "a", 0.0))
+        == [
+            ([True, True, False, False, False], 2, 5)  # what one asks for, all hear in the next step
+        ]
+        * 2
+    )
+    for end in run_ranks(validating, 2, tmp_path / "b", 0.1):
+        assert "H115" in end.output
+
+
 def slow(rank, run, where):
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8 - rank,) * 40))

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from holdfast.guard.run.loop import Loop
 from holdfast.guard.run.schedules import check_schedulers, validated
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery, Steps
+from holdfast.guard.saving.best import Best, BestOf
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.stop import Interrupted, StopRequest
@@ -114,6 +115,7 @@ class Guard:
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
+        self._validated: dict[str, BestOf] = {}  # by metric
         self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
         self._asked = StopRequest()  # of this process
         with ranks.in_turn():
@@ -303,19 +305,68 @@ class Guard:
 
     # --- evaluation -----------------------------------------------------------------------------------------
 
-    def validated(self, loss: float | torch.Tensor) -> None:
-        """Take in the loss of an evaluation, lower being better.
+    def validated(
+        self,
+        value: float | torch.Tensor,
+        *,
+        name: str = "loss",
+        mode: Literal["min", "max"] = "min",
+        keep: int | None = None,
+        patience: int | None = None,
+    ) -> bool:
+        """Take in a metric of an evaluation; on several ranks all say the same.
 
-        It drives ReduceLROnPlateau, which must not be fed with losses of batches, and shows overfitting.
+        It drives each ReduceLROnPlateau of the same mode, which must not be fed with losses of batches. The loss
+        shows overfitting.
 
         Args:
-            loss: Over the validation set: a number or a tensor of one element. NaN and Inf are recorded only.
+            value: Over the validation set: a number or a tensor of one element. NaN and Inf are recorded only.
+            name: Of the metric.
+            mode: Whether lower or higher is better.
+            keep: How many of the best checkpoints are kept beside the newest ones, see `best`; they need a save, but
+                no more room. None: 1, of the loss without a name 0.
+            patience: So many validations in a row that are not the best one stop the training, as `request_stop`.
+
+        Returns:
+            Whether its checkpoint was kept.
+
+        Raises:
+            PolicyError: H105 for a name or a mode; H115 if ranks differ.
         """
-        value, self._session.validated = float(loss), True
+        number, self._session.validated = float(value), True
+        best = self._validated.get(name)
+        if best is None:  # read before another rank writes
+            best = BestOf(self._directory.path, name, mode, writes=self._ranks.rank == 0)
+            self._validated[name] = best
+        with self._ranks.together():
+            self._ranks.agree("validated", lambda: {name: number})
         self._session.counters.epochs_validated = self.epoch
-        changed = validated(self._parts.schedulers, value)
-        self._engine.diagnosis.validated(value)
-        self._record.emit(run_events.Validated(loss=value, learning_rate_changed_by=tuple(changed)))
+        changed = validated(self._parts.schedulers, number, mode)
+        if name == "loss":
+            self._engine.diagnosis.validated(number)
+        most = int(name != "loss") if keep is None else keep
+        entry = None
+        if best.is_better(number, self.global_step, most):
+            if self._session.is_open:
+                self._boundaries.count_batch()  # it is in the weights
+            entry = self._session.checkpoint_of_now()
+        try:
+            best.write() if entry is None else best.keep(number, entry, most)
+        except OSError as error:
+            entry = None
+            self._record.emit(run_events.SaveFailed(checkpoint=f"best {name}", error=f"{error}"))
+        kept_as = None if entry is None else entry.path.name
+        self._record.emit(
+            run_events.Validated(loss=number, learning_rate_changed_by=tuple(changed), name=name, kept_as=kept_as)
+        )
+        if patience is not None and best.waited >= patience:
+            self.request_stop(f"{name} was not the best one in {best.waited} validations")
+        return entry is not None
+
+    def best(self, name: str = "loss") -> Best | None:
+        """Return the best checkpoint that `validated` has kept for a metric, in this process or an earlier one."""
+        kept = BestOf(self._directory.path, name, "min", writes=False).kept
+        return kept[0] if kept else None
 
     def emit(self, data: EventData) -> None:
         """Record an event of ``core.events.run_events``, or of a subclass of `EventData` of your own.

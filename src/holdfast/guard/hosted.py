@@ -185,7 +185,8 @@ class HostedGuard(Guard):
         with self._ranks.alone(), evaluating(list(self._parts.models.values()), self._parts.devices()):
             yield
 
-    def validated(self, loss: float | torch.Tensor) -> None:
-        """Take in the loss of an evaluation, lower being better; schedulers are the framework's to drive."""
-        self._engine.diagnosis.validated(float(loss))
-        self._record.emit(run_events.Validated(loss=float(loss)))
+    def validated(self, value: float | torch.Tensor, **_: Any) -> bool:
+        """Take in the loss of an evaluation; schedulers and the best checkpoint are the framework's to look after."""
+        self._engine.diagnosis.validated(float(value))
+        self._record.emit(run_events.Validated(loss=float(value)))
+        return False

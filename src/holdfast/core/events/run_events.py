@@ -100,10 +100,12 @@ class Closed(EventData):
 
 
 class Validated(EventData):
-    """The loss of an evaluation, and the schedulers that changed a learning rate because of it."""
+    """The loss of an evaluation or another metric (`name`), and the schedulers that changed a rate because of it."""
 
     loss: float
     learning_rate_changed_by: tuple[str, ...] = ()
+    name: str = "loss"
+    kept_as: str | None = None  # the checkpoint that was kept for it
 
 
 class RankIsSlow(EventData):

@@ -55,12 +55,12 @@ def advance(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], 
             scheduler.step()
 
 
-def validated(schedulers: Mapping[str, Any], metric: SupportsFloat) -> list[str]:
-    """Give a validation metric to the schedulers that need one; return the names of those that changed a rate."""
+def validated(schedulers: Mapping[str, Any], metric: SupportsFloat, mode: str = "min") -> list[str]:
+    """Give a metric to the schedulers that need one of this mode; return the names of those that changed a rate."""
     value = float(metric)
     changed = []
     for name, scheduler in schedulers.items():
-        if not needs_metric(scheduler) or not math.isfinite(value):
+        if not needs_metric(scheduler) or not math.isfinite(value) or getattr(scheduler, "mode", mode) != mode:
             continue
         before = _rates(scheduler)
         scheduler.step(value)

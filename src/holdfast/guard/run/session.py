@@ -179,6 +179,14 @@ class Session:
         self._hear_ranks()
         self.saving.save()
 
+    def checkpoint_of_now(self) -> Entry | None:
+        """Return the checkpoint of this very state, made if the run is open; None if there is none."""
+        if not self.is_open and self.ranks.world_size > 1:
+            return None  # the ranks have parted
+        if self.is_open:
+            self.save()
+        return self._chosen(lambda: None if self.saving.has_unsaved else self.saving.saved_as)
+
     def save_when_due(self) -> None:
         """Begin a save of this state."""
         self.saving.save_when_due(busy=self._hear_ranks())
@@ -405,8 +413,12 @@ class Session:
         def on_damaged(path: Path, why: str) -> None:
             self.record.emit(run_events.CheckpointDamaged(checkpoint=path.name, why=why))
 
+        return self._chosen(lambda: self._store.newest_good(on_damaged, before_step=before_step))
+
+    def _chosen(self, choose: Callable[[], Entry | None]) -> Entry | None:
+        """Return the checkpoint that the first rank chooses."""
         return self.ranks.chosen(
-            lambda: self._store.newest_good(on_damaged, before_step=before_step),
+            choose,
             lambda entry: entry.path.name,
             lambda name: next(entry for entry in self._store.entries() if entry.path.name == name),
         )

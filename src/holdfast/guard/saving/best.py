@@ -1,0 +1,110 @@
+"""The checkpoints that validated best, beside the newest ones, and how long none was better.
+
+    best/accuracy/best.json                              values, steps, and which of them are kept
+    best/accuracy/checkpoints/000012-step00000600/       links to the files of a checkpoint, which need no more room
+
+A metric's folder is read by ``holdfast checkpoints`` as a run directory is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.checkpoint.store import Entry
+from holdfast.core.durable import replace_file
+from holdfast.core.errors import PolicyError
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FILE = "best.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """A checkpoint that was kept for its value.
+
+    Args:
+        value: Of the metric.
+        global_step: Optimizer steps in it.
+        path: Its folder.
+    """
+
+    value: float
+    global_step: int
+    path: Path
+
+
+class BestOf:
+    """What is known of one metric, in this process and in those before it."""
+
+    def __init__(self, run_dir: Path, name: str, mode: Literal["min", "max"], *, writes: bool) -> None:
+        if not _NAME.fullmatch(name) or name.startswith(".") or mode not in ("min", "max"):
+            raise PolicyError(
+                f"validated with name={name!r} and mode={mode!r}",
+                limit='a name has 1 to 64 letters, digits, "_", "-" and "."; a mode is "min" or "max"',
+                fix='such as guard.validated(accuracy, name="accuracy", mode="max").',
+                rule="H105",
+            )
+        self._folder, self._sign, self._writes = run_dir / "best" / name, 1.0 if mode == "min" else -1.0, writes
+        found: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self._folder / _FILE).read_bytes())
+        self.kept = [Best(**each | {"path": self._folder / each["path"]}) for each in found.get("kept", [])]
+        """The best first."""
+        self._value, self._step = float(found.get("value", math.nan)), int(found.get("step", -1))
+        self._since = set(found.get("since", []))  # steps: what is made again after a restart counts once
+
+    @property
+    def waited(self) -> int:
+        """Return how many validations there were since the best one."""
+        return len(self._since)
+
+    def is_better(self, value: float, global_step: int, most: int) -> bool:
+        """Take in a value; return whether its checkpoint is among the best, so many of which are kept."""
+        if math.isfinite(value) and not self._sign * value >= self._sign * self._value:
+            self._value, self._step, self._since = value, global_step, set()
+        elif global_step > self._step:
+            self._since.add(global_step)
+        better = len(self.kept) < most or any(self._sign * value < self._sign * each.value for each in self.kept)
+        return most > 0 and better and math.isfinite(value)
+
+    def keep(self, value: float, entry: Entry, most: int) -> None:
+        """Keep a checkpoint by links, and remove what is not among the best any more. OSError: the disk refuses."""
+        path = self._folder / "checkpoints" / entry.path.name
+        kept = [each for each in self.kept if each.global_step != entry.global_step]
+        kept.append(Best(value=value, global_step=entry.global_step, path=path))
+        kept.sort(key=lambda each: (self._sign * each.value, each.global_step))
+        if self._writes:
+            draft = path.with_name(f".tmp-{path.name}")
+            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.copytree(entry.path, draft, copy_function=_link)
+            draft.rename(path)
+        self.kept, gone = kept[:most], [*kept[most:], *(each for each in self.kept if each not in kept)]
+        self.write()
+        if self._writes:
+            for each in gone:
+                if each.path not in {best.path for best in self.kept}:
+                    shutil.rmtree(each.path, ignore_errors=True)
+
+    def write(self) -> None:
+        """Write down what is known."""
+        if self._writes:
+            kept = [asdict(each) | {"path": str(each.path.relative_to(self._folder))} for each in self.kept]
+            facts = {"value": self._value, "step": self._step, "since": sorted(self._since), "kept": kept}
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(self._folder / _FILE, json.dumps(facts).encode())
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)

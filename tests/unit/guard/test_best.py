@@ -1,0 +1,88 @@
+"""`Guard.validated` keeps the best checkpoints beside the newest, and stops when nothing gets better."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.own_process import in_own_process
+
+import holdfast
+from holdfast.checkpoint.saver import export
+from holdfast.checkpoint.store import Store
+
+VALUES = [0.5, 0.7, 0.6, 0.9, 0.8, 0.85, 0.7, 0.2]
+
+
+def train(run: Path, *, epochs: int = len(VALUES), dies_at: int | None = None, **how: Any) -> tuple[list[bool], Any]:
+    """Validate once an epoch of two steps; return what was kept, and the weights at the end of each epoch."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loader=[torch.randn(4, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)], keep_latest_k=1,
+        save_interval_steps=1000 if dies_at is None else 2,
+    )  # fmt: skip
+    kept, weights = [], {}
+    for number, batch in enumerate(guard.batches(max_epochs=epochs), start=2 * guard.epoch):
+        guard.step(batch, lambda x: model(x).square().mean())
+        if number % 2:
+            kept.append(guard.validated(VALUES[number // 2], name="accuracy", mode="max", **how))
+            weights[guard.global_step] = model.weight.detach().clone()
+            if dies_at == number // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+    best, reason = guard.best("accuracy"), guard.stop_reason
+    guard.close()
+    return kept, (weights, best, reason)
+
+
+def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
+    """Beside the newest, by links; their weights are those that were validated, and become one plain file."""
+    kept, (weights, best, _) = train(tmp_path / "run", keep=2)
+    assert kept == [True, True, True, True, True, True, False, False]
+    assert (best.value, best.global_step) == (0.9, 8)
+    store = Store(tmp_path / "run" / "best" / "accuracy" / "checkpoints")
+    assert [entry.global_step for entry in store.entries()] == [12, 8]
+    assert len(Store(tmp_path / "run" / "checkpoints").entries()) == 1
+    export(store.entries()[1], tmp_path / "best.safetensors")
+    from safetensors.torch import load_file
+
+    (saved,) = (value for name, value in load_file(tmp_path / "best.safetensors").items() if "weight" in name)
+    assert torch.equal(saved, weights[8])
+
+
+def test_training_stops_when_nothing_gets_better(tmp_path: Path) -> None:
+    """After so many validations in a row, and the step of the best one is still there."""
+    kept, (weights, best, reason) = train(tmp_path, patience=2)
+    assert kept == [True, True, False, True, False, False]
+    assert "accuracy was not the best one in 2 validations" in reason
+    assert best.global_step == 8
+    assert max(weights) == 12
+
+
+def _dies(run: Path) -> None:
+    train(run, dies_at=4, patience=3)
+
+
+@pytest.mark.slow
+def test_a_validation_that_is_made_again_counts_once(tmp_path: Path) -> None:
+    """A process that was killed right after it goes on from a checkpoint before it."""
+    with pytest.raises(AssertionError):  # it has answered nothing
+        in_own_process(_dies, tmp_path)
+    _, (weights, best, reason) = train(tmp_path, dies_at=99, patience=3)
+    assert (best.value, best.global_step) == (0.9, 8)
+    assert "in 3 validations" in reason
+    assert max(weights) == 14
+
+
+@pytest.mark.parametrize("wrong", [{"name": "../up"}, {"name": ""}, {"mode": "largest", "name": "a"}])
+def test_a_name_that_is_no_name_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """With what is possible."""
+    model = torch.nn.Linear(2, 1)
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with guard, pytest.raises(holdfast.PolicyError, match="H105"):
+        guard.validated(1.0, **wrong)
