@@ -36,6 +36,7 @@ class Replicated:
         self.device: torch.device = next(wrapper.parameters()).device
         self._broadcasts: bool = wrapper.broadcast_buffers
         self._after_row = 0
+        self.scales = False  # losses, as fp16 needs it
 
     # --- what was begun ---------------------------------------------------------------------------------------
 
