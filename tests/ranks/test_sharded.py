@@ -375,7 +375,7 @@ def test_a_broken_twin_is_caught(tmp_path, twin):
             assert all(equal(of_rank["begun with"], before) for of_rank in found)
 
     else:
-        ends = run_ranks(saving_badly, 2, tmp_path, "NaN", twin, limit_seconds=8.0, may_hang=True)
+        ends = run_ranks(saving_badly, 2, tmp_path, "NaN", twin, limit_seconds=6.0, may_hang=True)
 
         def check(found):
             check_saved(found, tmp_path, "NaN")

@@ -37,7 +37,9 @@ _PRINTED = 2**16  # values at a time
 _Bound: TypeAlias = tuple[dict[str, torch.Tensor | None], dict[str, Any]]  # buffers and attributes of a module
 _Copied: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # a buffer, and its values
 _Seen: TypeAlias = tuple[Any, list[_Bound], list[_Copied]]
-_Weight: TypeAlias = tuple[torch.Tensor, int, int]  # with its counter of in-place changes, and where its values are
+_Weight: TypeAlias = tuple[
+    torch.Tensor, int, int, int
+]  # with its counter of in-place changes, and where its values are
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 
 
@@ -277,10 +279,15 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def _weights_of(block: nn.Module) -> list[_Weight]:
     """Return the parameters that a block has now, or what stands in for them (`torch.func.functional_call`).
 
-    The place of their values shows ``tensor.data = ...``; it is 0 for a tensor that has no single place.
+    The storage of their values shows ``tensor.data = ...``, and is the same where a sharded weight is gathered once
+    more; it is 0 for a tensor that has no single one.
     """
     found = [each for part in block.modules() for each in part._parameters.values() if each is not None]
-    return [(each, versions_of([each])[0], each.data_ptr() if has_storage(each) else 0) for each in found]
+    return [(each, versions_of([each])[0], *_place_of(each)) for each in found]
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return (tensor.untyped_storage()._cdata, int(tensor.storage_offset())) if has_storage(tensor) else (0, 0)
 
 
 def _are_same(one: Sequence[_Weight], other: Sequence[_Weight]) -> bool:

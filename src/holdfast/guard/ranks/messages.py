@@ -41,17 +41,32 @@ class Messages:
     """Carries values between the ranks, and the text of the first error."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._ranks = rank, range(world_size)
-        store: Any = distributed_c10d._get_default_store()
+        self.rank = self._rank = rank
+        self._ranks = range(world_size)
+        self.others = [other for other in self._ranks if other != rank]
         # torchrun keeps its store when it starts all again, and what they said before would be heard.
-        name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_guards)}"
-        self._store: Any = PrefixStore(name, store.clone())
+        self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_guards)}"
+        self._store: Any = self.connection()
         self._topics: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by who talks
         self._heard: RankError | None = None
         self.has_left = False
         self._excepthook: Any = None  # what was there before ours
-        watched = PrefixStore(name, store.clone())  # a wait holds up whoever shares its connection
-        threading.Thread(target=self._watch, args=(watched,), name="holdfast-ranks", daemon=True).start()
+        threading.Thread(target=self._watch, args=(self.connection(),), name="holdfast-ranks", daemon=True).start()
+
+    def connection(self) -> Any:
+        """Return the store by a connection of its own: a wait holds up whoever shares it."""
+        store: Any = distributed_c10d._get_default_store()
+        return PrefixStore(self._name, store.clone())
+
+    def say(self, key: str, text: str) -> None:
+        """Tell the others something under a name."""
+        self._store.set(key, text)
+
+    def said(self, key: str) -> str | None:
+        """Return what was said under a name, or None; raise what another rank has failed with."""
+        if self._heard is not None:
+            raise self._heard
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def open(self) -> None:
         """From now on, tell the others of an error that ends this process."""
@@ -157,10 +172,7 @@ class Messages:
     def _watch(self, store: Any) -> None:
         """End this process if another rank has failed, and nothing else wakes it from a wait for that rank."""
         try:
-            while True:
-                with contextlib.suppress(DistStoreError):  # a run takes longer than a wait may
-                    store.wait([_TROUBLE], _DAY)
-                    break
+            wait_for_ever(store, _TROUBLE)
             error = self._read(store)
             self._heard = error or self._heard
             store.set(f"heard/{self._rank}", "")
@@ -212,6 +224,14 @@ class SharedWriters(Writers):
         found: list[Any] = self.all(work if self.rank == 0 else lambda: None)
         own: _T = found[0]
         return own
+
+
+def wait_for_ever(store: Any, key: str) -> None:
+    """Wait until somebody has said something under a name."""
+    while True:
+        with contextlib.suppress(DistStoreError):  # a run takes longer than a wait may
+            store.wait([key], _DAY)
+            return
 
 
 def _speaks_of_a_peer(text: str) -> bool:

@@ -21,6 +21,7 @@ from holdfast.guard.ranks.row import Rows
 from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
+from holdfast.memory.ladder import Plan
 from holdfast.numerics.loss import Terms
 
 _T = TypeVar("_T")
@@ -53,6 +54,8 @@ class OneRank:
     """Begins an attempt, on all ranks."""
     accepts: Callable[[Attempt], bool] | None = None
     """Says whether all ranks have made an attempt; False: one could not, and all begin anew."""
+    plan: Callable[[Plan], Plan] | None = None
+    """Returns the plan of the next attempt of a step, given that of this rank; None: each has its own."""
     norms: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     """Returns the norms of whole gradients, of those of the shards that each rank holds."""
     writers: Writers | None = Writers()

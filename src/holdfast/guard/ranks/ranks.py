@@ -36,6 +36,7 @@ from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.memory.ladder import Plan
 from holdfast.memory.oom import find_out_of_memory, release_memory
 from holdfast.numerics.gradients import local
 from holdfast.numerics.loss import Terms, check_count
@@ -53,11 +54,14 @@ class Ranks(OneRank):
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self._model: Any = model  # some things only a replicated one is asked for
         self._optimizer, self.norms = optimizer, model.norms
+        self._has_failed = False  # in the last attempt
         self._is_behind = False  # the optimizer has failed half-way, and the others have stepped
         self._messages = Messages(self.rank, self.world_size)
         self.shares = model.shares
         self.writers = Writers() if self.rank == 0 else None
         if isinstance(model, Sharded):
+            model.record(self._messages)
+            self.plan = self._plan_of_failed
             self.share = partial(model.share, is_first=self.rank == 0)
             self.writers = SharedWriters(self.rank, self._messages)
         self._rows_begun = 0
@@ -82,6 +86,7 @@ class Ranks(OneRank):
         for name, fine in {**_REFUSED, **self._model.refused}.items():
             if getattr(policy, name) not in fine:
                 raise _not_yet(f"{name}={getattr(policy, name)!r}")
+        self._model.scales = policy.precision == "fp16"
         return replace(
             policy, forecast_micro_batch_size=None, snapshot_interval_steps=None, **self._model.unobserved
         )  # what a rank would do by itself is not done
@@ -210,13 +215,14 @@ class Ranks(OneRank):
                 fix="use a smaller batch or model, and start all ranks again.",
                 rule="H401",
             )
+        self._has_failed = True
         self._begin_anew(_FAILED)
 
     def _unpaid(self) -> str | None:
         """Begin what the others wait for, in NaN; return what is in the way, or None."""
         if self._rows is not None:
             return "all ranks have the gradients of this step already, and the others go on with them"
-        why: str | None = self._model.why_not_alone or self._model.why_unpayable()
+        why: str | None = self._model.why_unpayable()
         if why is not None:
             return why
         try:
@@ -227,6 +233,9 @@ class Ranks(OneRank):
             return f"memory for what the other ranks wait for was refused too ({found})"
 
     def _pay(self) -> str | None:
+        if isinstance(self._model, Sharded):
+            self._model.follow(self._fail_row)
+            return None
         failed = self._pending is None
         if failed:
             self._pending = self._begin_row(math.nan, 1.0, failed=True)
@@ -236,8 +245,13 @@ class Ranks(OneRank):
         self._pending.rows()
         return None
 
+    def _fail_row(self) -> None:
+        self._pending = self._begin_row(math.nan, 1.0, failed=True)
+        self._pending.rows()
+
     def _begin_anew(self, said: int) -> bool:
         """Tell the others how an attempt has gone here; return whether all of them make another."""
+        self._model.end()
         found = self._messages.exchange("attempt", said)
         if not any(found):
             return False
@@ -245,6 +259,13 @@ class Ranks(OneRank):
         self._reference = self._before
         self._catch_up([each == _BEHIND for each in found])
         return True
+
+    def _plan_of_failed(self, plan: Plan) -> Plan:
+        """Return the plan by which all make a step again: what those recompute who could not make it."""
+        plans = self._messages.exchange("plan", [self._has_failed, list(plan.recompute)])
+        self._has_failed = False
+        names = dict.fromkeys(name for failed, recompute in plans if failed for name in recompute)
+        return replace(plan, recompute=tuple(names))
 
     # --- an optimizer that fails half-way ---------------------------------------------------------------------
 

@@ -36,15 +36,15 @@ class Replicated:
         self.device: torch.device = next(wrapper.parameters()).device
         self._broadcasts: bool = wrapper.broadcast_buffers
         self._after_row = 0
-        self._order: list[
-            int
-        ] = []  # in which the gradients of the first step were there; torch lays buckets out by it
+        # The order in which the gradients of the first step were there: torch lays its buckets out by it.
+        self._order: list[int] = []
         self._noting: list[Any] = []
         if self.group.size() > 2 and not wrapper.find_unused_parameters:  # two add up to the same in any order
             self._noting = [
                 parameter.register_post_accumulate_grad_hook(lambda _, at=at: self._order.append(at))  # type: ignore[no-untyped-call]
                 for at, parameter in enumerate(self._trained())
             ]
+        self.scales = False  # losses, as fp16 needs it
 
     # --- what was begun ---------------------------------------------------------------------------------------
 

@@ -1,12 +1,15 @@
 """A model that `fully_shard` has spread: each rank holds some rows of each parameter, its gradient and its moments.
 
-A rank alone can run no part of it, and nobody can begin a collective in its place.
+A rank alone can run no part of it. One that cannot go on begins what the others begin, as their tapes say, with its
+shards and with gradients of NaN.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,10 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from holdfast.checkpoint.saver import Share
 from holdfast.core.errors import CheckpointError
 from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.messages import Messages
+from holdfast.guard.ranks.tape import Tape
 from holdfast.guard.saving.components import component_of
 from holdfast.guard.state.trees import copied
 from holdfast.numerics.gradients import local
 
+# The newer name where there is one: torch warns of the other.
+_scatter: Any = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 _ALONE = "one rank alone cannot run a model that lies on all of them"
 
 
@@ -33,26 +40,94 @@ class Sharded:
         "micro_batch_size": ("auto", None),
         "adaptive_clip_factor": (None,),
     }
-    unobserved: ClassVar[Mapping[str, Any]] = {"diagnose": False}
     order: ClassVar[list[int]] = []  # of gradients, by which nothing is laid out here
+    # Ranks make equally many passes: none splits a batch. What all recompute, none tries to do without.
+    unobserved: ClassVar[Mapping[str, Any]] = {
+        "diagnose": False,
+        "micro_batch_size": None,
+        "grow_after_steps": 2**31,
+    }
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._root: Any = model
+        self._modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.group: Any = distributed.group.WORLD
         first = next(p for p in model.parameters() if isinstance(p, DTensor))
         self.device = first.to_local().device
-        self._shards: Any = first.device_mesh.get_group(first.device_mesh.ndim - 1)
+        self._mesh = first.device_mesh
+        self._shards: Any = self._mesh.get_group(self._mesh.ndim - 1)
+        self.scales = False  # losses, as fp16 needs it
+        self._groups: list[Any] = []  # torch's groups of parameters, of each module
+        self._unknown: str | None = None  # why its collectives cannot be begun by hand
+
+    def record(self, messages: Messages) -> None:
+        """Note from now on what this rank begins."""
+        self._tape = tape = Tape(messages)
+        if self._mesh.ndim > 1:
+            self._unknown = "copies of its shards would go on without it"
+        elif not hasattr(self._root, "reset_iter_state"):
+            self._unknown = "this version of torch cannot forget half of an attempt"
+        for at, module in enumerate(self._modules if self._unknown is None else ()):
+            groups = module._get_fsdp_state()._fsdp_param_groups
+            self._groups.append(groups[0] if groups else None)
+            if len(groups) > 1 or any(group._use_post_forward_mesh for group in groups):
+                self._unknown = "a module of it is spread in several ways"
+            elif groups:
+                gather, scatter = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
+                module.set_custom_all_gather(_Noted(gather, partial(tape.note, "gather", at)))
+                module.set_custom_reduce_scatter(_Noted(scatter, partial(tape.note, "scatter", at)))
 
     def begin(self) -> None:
         """Begin an attempt. An evaluation, whose forward pass no backward follows, leaves whole parameters behind."""
         for module in self._modules:
             module.reshard()
+        self._tape.begin()
 
     def row_begun(self) -> None:
         """Note that the row is under way."""
+        self._tape.note("row")
 
     def end(self) -> None:
         """Note that the attempt is over."""
+        self._tape.end()
+
+    def why_unpayable(self) -> str | None:
+        """Return why this rank cannot begin by hand what the others wait for; None: it can."""
+        return "the scaler of fp16 talks to the others as well" if self.scales else self._unknown
+
+    def follow(self, row: Callable[[], None]) -> None:
+        """Begin all that the others begin in this attempt; `row` begins that one."""
+        self._forget()
+        self._tape.follow(partial(self._begin_by_hand, row))
+        self._forget()
+
+    def _forget(self) -> None:
+        for parameter in self._root.parameters():  # in the middle of backward those that are whole have gradients
+            parameter.grad = None
+        if self._root._get_fsdp_state()._is_root:  # None before the first forward pass
+            self._root.reset_iter_state()
+
+    def _begin_by_hand(self, row: Callable[[], None], kind: str, *about: Any) -> None:
+        if kind == "row":
+            row()
+        elif kind == "gather":  # with the real weights: the others compute with them
+            module = self._modules[about[0]]
+            module.unshard()
+            module.reshard()
+        elif kind == "scatter":
+            at, size, dtype, averages = about
+            op = distributed.ReduceOp.AVG if averages else distributed.ReduceOp.SUM
+            group, given = self._groups[at]._reduce_scatter_process_group, self._nan(size, dtype)
+            _scatter(given.new_empty(size // group.size()), given, op=op, group=group)
+        else:
+            distributed.all_reduce(self._nan(*about), group=self._shards)
+
+    def _nan(self, size: int, dtype: str) -> torch.Tensor:
+        return torch.full((size,), math.nan, dtype=getattr(torch, dtype), device=self.device)
+
+    def reset(self) -> None:
+        """Forget an attempt that one rank has not made, on all ranks."""
+        self._tape.next()
 
     def lay_out(self, order: list[int]) -> None:
         """Nothing is laid out."""
@@ -60,6 +135,7 @@ class Sharded:
     def norms(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the norms of whole gradients, of those of the shards: torch's own arithmetic, in one collective."""
         squares = torch.stack(list(own)).pow(2)
+        self._tape.note("norms", len(own), _name_of(squares.dtype))
         distributed.all_reduce(squares, group=self._shards)
         return list(squares.pow(0.5))
 
@@ -95,6 +171,25 @@ class Sharded:
             return _rows_of(like) if isinstance(like, DTensor) and like.shape == shape else None
 
         return find
+
+
+class _Noted:
+    """A collective of torch's own that says when it is begun."""
+
+    def __init__(self, collective: Any, note: Callable[..., None]) -> None:
+        self._collective, self._note = collective, note
+        self.allocate = collective.allocate
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any = None, **given: Any) -> Any:
+        if op is None:
+            self._note()
+            return self._collective(output_tensor, input_tensor, group, **given)
+        self._note(input_tensor.numel(), _name_of(input_tensor.dtype), op != distributed.ReduceOp.SUM)
+        return self._collective(output_tensor, input_tensor, group, op, **given)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def why_unknown(parameter: torch.Tensor, world_size: int) -> str | None:

@@ -207,7 +207,10 @@ class SplitSafety:
     def remedies(self, work: Work) -> Remedies:
         """Return what a step may do about a lack of memory, finding out what is not known yet."""
         if work.size is None or self._policy.micro_batch_size is None:
-            return Remedies(no_split=self._uncuttable or "micro_batch_size=None turns splitting off", smallest=0)
+            return Remedies(
+                no_split=self._uncuttable or "micro_batch_size=None, or a sharded model, turns splitting off",
+                smallest=0,
+            )
         known = self._of(work.loss_fn, anew=True)
         if work.size > 1:
             self._try_split(known, work)

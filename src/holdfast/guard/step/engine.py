@@ -225,11 +225,12 @@ class StepEngine:
             ranks.begin()
         self._check_split(work)
         while True:
+            if work.attempts and ranks.plan is not None:
+                self.ladder.plan = ranks.plan(self.ladder.plan)
             work.attempts += 1
             failure = None
             try:
-                if self._step_id == _COMPARED_STEP:
-                    self._begin_comparison()
+                self._begin_comparison()
                 attempt = self.attempts.make(work, self.ladder.plan)
                 if ranks.accepts is None or ranks.accepts(attempt):
                     return attempt
@@ -290,7 +291,7 @@ class StepEngine:
             self.ladder.without_split()
 
     def _begin_comparison(self) -> None:
-        for device in self._cuda:
+        for device in self._cuda if self._step_id == _COMPARED_STEP else ():
             torch.cuda.reset_peak_memory_stats(device)
 
     def _compare_with_forecast(self) -> None:

@@ -1,0 +1,82 @@
+"""What a rank has begun in an attempt, told to one that cannot go on: that one begins the same, by hand.
+
+Nobody knows an order ahead. Undisturbed, a short list grows by a few entries in each attempt, and a thread waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.guard.ranks.messages import Messages, wait_for_ever
+
+_LOOK_SECONDS = 0.002
+
+
+class Tape:
+    """The collectives of the attempts of one rank."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self._attempt = 0
+        self._entries: list[list[Any]] = []
+        self._is_over = True
+        self._number = 0  # of attempts that somebody could not make
+        store = messages.connection()
+        threading.Thread(target=self._serve, args=(store,), name="holdfast-tape", daemon=True).start()
+
+    def begin(self) -> None:
+        """Begin an attempt, on all ranks."""
+        self._entries, self._is_over = [], False
+        self._attempt += 1  # last: the thread looks at it first
+
+    def note(self, *entry: Any) -> None:
+        """Note that a collective is begun."""
+        if not self._is_over:
+            self._entries.append([*entry])
+
+    def end(self) -> None:
+        """Note that this rank begins nothing more by running the model."""
+        self._is_over = True
+
+    def follow(self, begin: Callable[..., None]) -> None:
+        """Begin what the others have begun and this rank has not, until all of them are at the end of the attempt."""
+        self.end()
+        name, at, said = f"tape/{self._number}", len(self._entries), self._messages.said
+        self._messages.say(name, str(self._attempt))
+        others = [f"{name}/{rank}" for rank in self._messages.others]
+        while True:
+            found = next(filter(None, (said(f"{other}/{at}") for other in others)), None)
+            if found is not None:
+                begin(*json.loads(found))
+                at += 1
+                continue
+            ends = [said(f"{other}/end") for other in others]
+            if all(end is not None and int(end) <= at for end in ends):
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def next(self) -> None:
+        """Note that all ranks know that one of them could not make this attempt."""
+        self._number += 1
+
+    def _serve(self, store: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: the run is over
+            for number in itertools.count():
+                name, sent, is_over = f"tape/{number}", 0, False
+                wait_for_ever(store, name)
+                attempt, own = int(store.get(name)), f"{name}/{self._messages.rank}"
+                while not is_over:
+                    time.sleep(_LOOK_SECONDS)
+                    if self._attempt < attempt:
+                        continue
+                    is_over, entries = self._is_over or self._attempt > attempt, self._entries
+                    for entry in entries[sent:]:  # a copy: it grows meanwhile
+                        store.set(f"{own}/{sent}", json.dumps(entry))
+                        sent += 1
+                store.set(f"{own}/end", str(sent))
