@@ -184,9 +184,10 @@ class Session:
         self.saving.save_when_due()
 
     def _hear_ranks(self) -> None:
-        self._of_ranks = self.ranks.states(self._own_state)
+        self._of_ranks = self.ranks.states(self.own_state)
 
-    def _own_state(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
+        """Return what may differ between ranks."""
         return {
             "random_state": self._random_state().to_tree(),
             "position": None if self.cursor is None else self.cursor.state_dict(),
