@@ -5,6 +5,7 @@ Keys of the store live under a name of their own for each guard of the process g
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -46,7 +47,9 @@ class Messages:
         self.has_left = False
         self._excepthook: Any = None  # what was there before ours
         watched = PrefixStore(name, store.clone())  # a wait holds up whoever shares its connection
-        threading.Thread(target=self._watch, args=(watched,), name="holdfast-ranks", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, args=(watched,), name="holdfast-ranks", daemon=True)
+        self._watcher.start()
+        atexit.register(self._end_watch)
 
     def open(self) -> None:
         """From now on, tell the others of an error that ends this process."""
@@ -116,6 +119,8 @@ class Messages:
         with contextlib.suppress(RuntimeError):
             text = json.dumps([self._rank, f"{type(error).__name__}: {error}"])
             self._store.compare_set(_TROUBLE, "", text)
+            for rank in self._ranks:
+                self._store.set(f"wake/{rank}", "")
             # The store may end with this process: not before the others have read it.
             self._is_there([f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS)
 
@@ -153,8 +158,10 @@ class Messages:
         try:
             while True:
                 with contextlib.suppress(DistStoreError):  # a run takes longer than a wait may
-                    store.wait([_TROUBLE], _DAY)
+                    store.wait([f"wake/{self._rank}"], _DAY)
                     break
+            if not store.check([_TROUBLE]):
+                return  # this process ends
             self._heard = error = self._read(store)
             store.set(f"heard/{self._rank}", "")
         except RuntimeError:  # the store is gone: the run is over
@@ -168,6 +175,12 @@ class Messages:
             time.sleep(0.05)
         os.write(2, f"holdfast: {error}\n".encode())
         os._exit(1)
+
+    def _end_watch(self) -> None:
+        """Wake the watch at exit: in the middle of its wait, the end of the store would abort the process."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"wake/{self._rank}", "")
+        self._watcher.join(_HEARD_SECONDS)
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
         if not self.has_left:
