@@ -10,12 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.integrations.test_lightning import Small, quiet
 from tests.ranks.test_frameworks import as_torchrun, classifier, data, weights
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import holdfast
-import holdfast.integrations.lightning
 from holdfast.core.errors import HoldfastError
 
 
@@ -47,9 +47,7 @@ class Classifier(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return Small.configure_optimizers(self)  # with a schedule
 
 
 def fit_each(rank: int, run: Path, trainings: dict[str, Any]) -> dict[str, Any]:
@@ -73,13 +71,8 @@ def fit(
     if saves is not None:
         saver = ModelCheckpoint(dirpath=folder / "saved", save_top_k=-1, filename="{step}", **saves)
         given |= {"enable_checkpointing": True, "callbacks": [saver]}
-    quiet = {
-        "max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": folder, "devices": 2,
-        "gradient_clip_val": 0.5,
-    }  # fmt: skip
-    module = Classifier(rank, **how)
-    trainer = pl.Trainer(strategy="holdfast_ddp" if guarded else "ddp", **(quiet | given))
+    module, usual = Classifier(rank, **how), quiet(folder) | {"devices": 2, "gradient_clip_val": 0.5}
+    trainer = pl.Trainer(strategy="holdfast_ddp" if guarded else "ddp", **(usual | given))
     torch.manual_seed(rank)
     trainer.fit(module, ckpt_path=ckpt_path)
     return weights(module), module.losses, trainer.optimizers[0].param_groups[0]["lr"]

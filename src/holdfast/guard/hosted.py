@@ -155,10 +155,7 @@ class HostedGuard(Guard):
         return found
 
     def state_of_ranks(self) -> dict[str, Any] | None:
-        """Return what a checkpoint must hold of each of several ranks besides; None for one.
-
-        All call it before weights are saved: a rank whose optimizer failed half-way gets those of the others here.
-        """
+        """Return what a checkpoint holds of each of several ranks; one that is behind gets the others' weights."""
         return self._ranks.states(self._session.own_state)
 
     def load_state_dict(self, carried: Mapping[str, Any], of_ranks: Mapping[str, Any] | None = None) -> None:

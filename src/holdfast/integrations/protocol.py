@@ -69,7 +69,7 @@ def check_one_process(count: int, what: str) -> None:
     if count > 1:
         raise PolicyError(
             f"{what}={count}",
-            limit="a framework is guarded in one process on one device; ranks that skip or stop alone would diverge",
+            limit="this is guarded in one process on one device; ranks that skip or stop alone would diverge",
             fix="start one process on one device, for instance with CUDA_VISIBLE_DEVICES=0 and without torchrun; or "
             "leave holdfast out of the script and start the job under `holdfast run`, which watches any number.",
             rule="H108",

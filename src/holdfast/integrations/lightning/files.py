@@ -91,11 +91,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load `verified`."""
-        return self.load_as_it_is(self.verified(path), *args, **kwargs)
-
-    def load_as_it_is(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a file that was verified."""
-        found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+        found: dict[str, Any] = super().load_checkpoint(self.verified(path), *args, **kwargs)
         return found
 
     def verified(self, path: Any) -> Any:

@@ -31,7 +31,7 @@ from holdfast.integrations.protocol import (
 from holdfast.loader.splitting import Split
 
 load("lightning.pytorch")
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import OnExceptionCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry  # noqa: E402
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
@@ -242,7 +242,7 @@ class Guarded(Framework):  # type: ignore[misc]
         files, load = self.checkpoint_io, super().load_checkpoint
         if isinstance(files, VerifiedCheckpointIO):  # the first rank chooses for all
             chosen = on_all(lambda: files.verified(checkpoint_path) if self.is_global_zero else None)
-            checkpoint_path, load = self.broadcast(chosen), files.load_as_it_is
+            checkpoint_path, load = self.broadcast(chosen), super(VerifiedCheckpointIO, files).load_checkpoint
         found: dict[str, Any] = on_all(lambda: load(checkpoint_path, weights_only=weights_only))
         module = self.lightning_module
         fits = module is not None and module.trainer.state.fn == "fit"  # others load weights only
@@ -276,7 +276,7 @@ class HoldfastStrategy(Guarded, SingleDeviceStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Any) -> None:
-        check_one_process(len(devices or ()), "devices")
+        check_one_process(len(devices or ()), 'strategy "holdfast" and not "holdfast_ddp", devices')
         if devices:
             self._root_device = torch.device(devices[0])
 
@@ -338,8 +338,8 @@ class HoldfastDDPStrategy(Guarded, DDPStrategy):
 
 def _check_ranks(module: Any, *, averages: bool) -> None:
     trainer = module.trainer
-    schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
-    most = max([trainer.accumulate_grad_batches, *(max(each.scheduling.values()) for each in schedules)])
+    scheduled = [number for each in trainer.callbacks for number in getattr(each, "scheduling", {}).values()]
+    most = max([trainer.accumulate_grad_batches, *scheduled])
     saves = any(
         isinstance(each, OnExceptionCheckpoint) or getattr(each, "save_on_exception", False)
         for each in trainer.callbacks
