@@ -74,8 +74,8 @@ def test_the_arguments_of_the_guard() -> None:
     ]
     public = {name for name in vars(holdfast.Guard) if not name.startswith("_")}
     assert public == {
-        "add_image", "batches", "best", "close", "emit", "epoch", "epochs_validated", "evaluate", "events", "global_step",
-        "request_stop", "statistics", "step", "stop_reason", "validated",
+        "add_image", "batches", "best", "close", "emit", "epoch", "epochs_validated", "evaluate", "events",
+        "global_step", "request_stop", "statistics", "step", "stop_reason", "validated",
     }  # fmt: skip
 
 

@@ -10,6 +10,9 @@ from tests.ranks.harness import all_returned, run_ranks
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from holdfast.recorder.reader import read_events
+from holdfast.testing import flip_bit
+
 pytestmark = pytest.mark.slow
 WIDTH, CLASSES = 5, 3
 
@@ -172,3 +175,63 @@ def test_a_trainer_resumes_on_several_ranks(tmp_path):
     state.write_bytes(data)
     assert train("parts", [(True, 6)]) == whole
     assert (tmp_path / "parts" / "same" / "damaged-checkpoint-4").is_dir()
+
+
+def in_lightning(run, trainings):
+    """Fit in one training after the other on two ranks; return for each rank what `lightning_training.fit` does."""
+    pytest.importorskip("lightning.pytorch")
+    from tests.ranks import lightning_training  # imports it once for all ranks
+
+    return all_returned(run_ranks(lightning_training.fit_each, 2, run, trainings, limit_seconds=90))
+
+
+def test_lightning_on_several_ranks_trains_as_by_itself(tmp_path):
+    """Undisturbed, and where one rank had no memory, bit for bit; NaN of one is skipped by both, or all refuse."""
+    trainings = {
+        "plain": {"guarded": False},
+        "guarded": {},
+        "memory": {"fails": (1, 3)},
+        "nan": {"bad": (7,)},
+        "window": {"accumulate_grad_batches": 2},
+        "manual": {"manual": True, "gradient_clip_val": None},
+        "sync": {"sync": True},
+    }
+    first, second = in_lightning(tmp_path, trainings)
+    for found in (first, second):
+        for name in ("guarded", "memory"):
+            assert torch.equal(found[name][0], found["plain"][0])
+            assert found[name][1:] == found["plain"][1:]
+        assert torch.equal(found["nan"][0], first["nan"][0])
+        assert not torch.equal(found["nan"][0], found["plain"][0])
+        for name, word in (("window", "accumulate_grad"), ("manual", "manual opt"), ("sync", "sync_dist")):
+            assert word in found[name]
+            assert "H111" in found[name]
+    for rank in ("rank0", "rank1"):
+        events = read_events(tmp_path / "nan" / "holdfast" / "recorder" / rank)
+        assert ["rank 0: NaN in the batch" in str(event) for event in events if event.kind == "skip_step"] == [
+            True
+        ] * 2
+
+
+def test_lightning_stops_and_resumes_on_several_ranks(tmp_path):
+    """SIGTERM on one rank ends both with one checkpoint; damaged, it leads both to the one before: always exact."""
+    whole = {"own_loader": True, "max_epochs": 3}
+    saved = tmp_path / "parts" / "saved" / "stopped-step=8.ckpt"
+    trainings = {
+        "whole": whole,
+        "parts": {**whole, "saves": {"every_n_train_steps": 3}, "stops": (1, 7)},
+        "rest": {**whole, "ckpt_path": saved},
+        "epochs": {"max_epochs": 3},
+        "epoch": {"max_epochs": 1, "saves": {"every_n_epochs": 1}},
+        "epochs later": {"max_epochs": 3, "ckpt_path": tmp_path / "epoch" / "saved" / "step=6.ckpt"},
+    }
+    ends = in_lightning(tmp_path, trainings)
+    assert sorted(path.name for path in saved.parent.glob("*.ckpt")) == ["step=3.ckpt", "step=6.ckpt", saved.name]
+    flip_bit(saved, 8 * (saved.stat().st_size // 2))
+    older = in_lightning(tmp_path, {"older": {**whole, "ckpt_path": saved}})
+    for found in map(dict.__or__, ends, older):
+        assert found["parts"].startswith("SIGTERM")
+        for name, of in (("rest", "whole"), ("older", "whole"), ("epochs later", "epochs")):
+            assert torch.equal(found[name][0], found[of][0])
+            assert found[of][1][-len(found[name][1]) :] == found[name][1]
+        assert [len(found[name][1]) for name in ("rest", "older", "epochs later")] == [10, 12, 12]

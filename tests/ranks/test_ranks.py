@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.docs.pages import DOCS, blocks
-from tests.ranks.harness import Ended, all_returned, run_ranks
+from tests.ranks.harness import Ended, _free_port, all_returned, run_ranks
 from tests.ranks.twins import TWINS
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -631,6 +631,26 @@ def test_the_script_of_the_guide_goes_on_after_a_rank_was_killed(tmp_path):
         said.append([line for line in ended.stdout.splitlines() if line.startswith("step 64, loss")])
     assert "2 attempts" in ended.stderr
     assert said[0] == said[1] != []
+
+
+WITHOUT_LAUNCHER = """
+import sys, torch, holdfast
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(3, 1))
+guard = holdfast.Guard(sys.argv[1], model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+guard.step(torch.ones(2, 3), lambda batch: model(batch).mean())
+guard.close()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_without_a_launcher_end_in_order(tmp_path):
+    """Their store ends with the first rank. To whoever is waiting in it at exit, C++ would abort the process."""
+    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    command = [sys.executable, "-c", WITHOUT_LAUNCHER, str(tmp_path)]
+    ranks = [subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
 
 
 def hooks(rank, run):

@@ -113,6 +113,11 @@ class HostedGuard(Guard):
             self._cursor.given = indices
 
     @property
+    def stopped_by_signal(self) -> bool:
+        """Return whether a signal asked the run to end; of several ranks any, and all know it after the same step."""
+        return self._stop.by_signal
+
+    @property
     def steps(self) -> Steps:
         """Return who makes the steps, for who drives them batch by batch; see ``accumulation``."""
         return self._steps
@@ -149,14 +154,25 @@ class HostedGuard(Guard):
         assert not encoder.tensors, sorted(encoder.tensors)
         return found
 
-    def load_state_dict(self, carried: Mapping[str, Any]) -> None:
+    def state_of_ranks(self) -> dict[str, Any] | None:
+        """Return what a checkpoint holds of each of several ranks; one that is behind gets the others' weights."""
+        return self._ranks.states(self._session.own_state)
+
+    def load_state_dict(self, carried: Mapping[str, Any], of_ranks: Mapping[str, Any] | None = None) -> None:
         """Go on from `state_dict` of an earlier process; model, optimizer and scheduler were restored by the host."""
         state: dict[str, Any] = decode(dict(carried), {})
+        if of_ranks is not None:
+            state |= self._ranks.own_state({**of_ranks["each"][0], **state, "ranks": of_ranks})
         self._session.go_on_from(state)
         self._engine.loss_scale.load_state_dict(state["loss_scale"])
         self._engine.state_was_replaced()
         self._record.global_step = state["global_step"]
         self._record.emit(run_events.Resumed(by="the framework"))
+
+    def stopped(self) -> None:
+        """Close, and record that the host ended training since it was asked to."""
+        self._record.emit(run_events.StopRequested(reason=self._stop.reason or "SIGTERM"))
+        self._release("stopped")
 
     def count_from(self, global_step: int) -> None:
         """Go on counting from the framework's number of steps, where no guard has left its own before."""

@@ -1,5 +1,6 @@
 """What every integration does, whatever the framework.
 
+    agree      with the other ranks, before a guard does: `on_all`
     refuse     what a guarded step cannot keep its promises with: `excluded`, `check_one_process`, `check_accelerator`
     open       a guard in the framework's loop, at its place in the framework's checkpoint: `open_guard`
     carry      what later steps need of earlier ones, in the framework's checkpoint: `carried_by`, `carried_tree`
@@ -17,9 +18,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
+from torch import distributed
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.newest import move_aside, newest_good, out_of_reach, paths_in
@@ -30,13 +32,15 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.directory import check_found
 from holdfast.guard.guard import take_scale
 from holdfast.guard.hosted import HostedGuard
-from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.order.ranks import ranks_now
+from holdfast.loader.random_state import RandomState, capture, of_another_rank, restore
 
 if TYPE_CHECKING:
     Framework: TypeAlias = Any  # what a mixin is put before: a class of the framework
 else:
     Framework = object
 
+_T = TypeVar("_T")
 _log = logging.getLogger("holdfast")
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _MOST_TEXT = 500
@@ -65,11 +69,30 @@ def check_one_process(count: int, what: str) -> None:
     if count > 1:
         raise PolicyError(
             f"{what}={count}",
-            limit="a framework is guarded in one process on one device; ranks that skip or stop alone would diverge",
+            limit="this is guarded in one process on one device; ranks that skip or stop alone would diverge",
             fix="start one process on one device, for instance with CUDA_VISIBLE_DEVICES=0 and without torchrun; or "
             "leave holdfast out of the script and start the job under `holdfast run`, which watches any number.",
             rule="H108",
         )
+
+
+def on_all(act: Callable[[], _T]) -> _T:
+    """Do this rank's part of what all ranks do; raise its error after the others have heard of it, and theirs."""
+    failed, done = None, None
+    try:
+        done = act()
+    except Exception as error:  # noqa: BLE001 - raised below
+        failed = error
+    texts = [None if failed is None else f"{type(failed).__name__}: {failed}"]
+    if (world_size := ranks_now((0, 1))[1]) > 1:
+        own, texts = texts[0], [None] * world_size
+        distributed.all_gather_object(texts, own)
+    if failed is not None:
+        raise failed
+    for rank, other in enumerate(texts):
+        if other is not None:
+            raise OSError(f"rank {rank} has failed: {other}")
+    return done  # type: ignore[return-value] # of act
 
 
 def check_accelerator(accelerator: Any) -> str:
@@ -134,7 +157,7 @@ def open_guard(
     if carried is None:
         guard.replaced_state()
     else:
-        guard.load_state_dict(carried["guard"])
+        guard.load_state_dict(carried["guard"], carried_tree(carried, "ranks"))
     return guard
 
 
@@ -154,12 +177,19 @@ def carried_by(guard: HostedGuard, devices: list[torch.device], **trees: Any) ->
 
 def carried_tree(carried: Mapping[str, Any], name: str) -> Any:
     """Return one of the trees that `carried_by` was given; None, if it was not given."""
-    return decode(carried["trees"].get(name), dict(carried["tensors"]))
+    return decode(carried.get("trees", {}).get(name), dict(carried.get("tensors", {})))
 
 
 def restore_random_state(carried: Mapping[str, Any]) -> None:
     """Go back to the random numbers of the moment when `carried_by` was called."""
-    restore(RandomState.from_tree(carried_tree(carried, "random_state")))
+    rank, world_size = ranks_now((0, 1))
+    each = (carried_tree(carried, "ranks") or {"each": []})["each"]
+    state = RandomState.from_tree(carried_tree(carried, "random_state"))
+    if len(each) == world_size:
+        state = RandomState.from_tree(each[rank]["random_state"])
+    elif world_size > 1:
+        state = of_another_rank(state, rank)
+    restore(state)
 
 
 def may_save(guard: HostedGuard | None) -> bool:

@@ -70,6 +70,19 @@ def restore(state: RandomState) -> None:
             module.set_rng_state(device_state, device)
 
 
+def of_another_rank(state: RandomState, rank: int) -> RandomState:
+    """Return the state of a rank that a checkpoint of fewer or more knows nothing of: a stream of its own."""
+    before = capture()
+    restore(state)
+    seed = int(torch.randint(2**31, ())) + rank
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    drawn = capture()
+    restore(before)
+    return drawn
+
+
 _INSTANCE: Any = random._inst  # the generator behind random.random()
 _seen_python: tuple[Any, Any] = (None, None)
 

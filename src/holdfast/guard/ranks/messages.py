@@ -5,6 +5,7 @@ Keys of the store live under a name of their own for each guard of the process g
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -46,15 +47,24 @@ class Messages:
         self.others = [other for other in self._ranks if other != rank]
         # torchrun keeps its store when it starts all again, and what they said before would be heard.
         self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_guards)}"
-        self._store: Any = self.connection()
+        self._store = self._connection()
         self._topics: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by who talks
         self._heard: RankError | None = None
         self.has_left = False
         self._excepthook: Any = None  # what was there before ours
-        threading.Thread(target=self._watch, args=(self.connection(),), name="holdfast-ranks", daemon=True).start()
+        self._waited: set[str] = set()  # keys that threads of this process wait for
+        self._threads: list[threading.Thread] = []
+        self._is_ending = False
+        atexit.register(self._end_threads)
+        self.start(self._watch, "holdfast-ranks")
 
-    def connection(self) -> Any:
-        """Return the store by a connection of its own: a wait holds up whoever shares it."""
+    def start(self, run: Callable[[Any], None], name: str) -> None:
+        """Run a thread with a connection to the store of its own: a wait holds up whoever shares it."""
+        thread = threading.Thread(target=run, args=(self._connection(),), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _connection(self) -> Any:
         store: Any = distributed_c10d._get_default_store()
         return PrefixStore(self._name, store.clone())
 
@@ -67,6 +77,31 @@ class Messages:
         if self._heard is not None:
             raise self._heard
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def call(self, key: str, text: str) -> None:
+        """Wake the thread of each rank that waits in `called`."""
+        for rank in self._ranks:
+            self._store.set(f"{key}/{rank}", text)
+
+    def called(self, store: Any, key: str) -> str | None:
+        """Wait in a thread until somebody calls, and return the text; None: this process ends."""
+        own = f"{key}/{self._rank}"
+        self._waited.add(own)
+        while not self._is_ending:
+            with contextlib.suppress(DistStoreError):  # a run takes longer than a wait may
+                store.wait([own], _DAY)
+                break
+        self._waited.discard(own)
+        return None if self._is_ending else bytes(store.get(own)).decode()
+
+    def _end_threads(self) -> None:
+        """Wake the threads at exit: in the middle of their waits, the end of the store would abort the process."""
+        self._is_ending = True
+        with contextlib.suppress(RuntimeError):
+            for key in [*self._waited]:
+                self._store.set(key, "")
+        for thread in self._threads:
+            thread.join(_HEARD_SECONDS)
 
     def open(self) -> None:
         """From now on, tell the others of an error that ends this process."""
@@ -136,6 +171,7 @@ class Messages:
         with contextlib.suppress(RuntimeError):
             text = json.dumps([self._rank, f"{type(error).__name__}: {error}"])
             self._store.compare_set(_TROUBLE, "", text)
+            self.call("wake", "")
             # The store may end with this process: not before the others have read it.
             self._is_there([f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS)
         self._heard = self._heard or self._gone(_LEFT)  # ends what waits for the others in a thread
@@ -172,7 +208,8 @@ class Messages:
     def _watch(self, store: Any) -> None:
         """End this process if another rank has failed, and nothing else wakes it from a wait for that rank."""
         try:
-            wait_for_ever(store, _TROUBLE)
+            if self.called(store, "wake") is None:
+                return
             error = self._read(store)
             self._heard = error or self._heard
             store.set(f"heard/{self._rank}", "")
@@ -224,14 +261,6 @@ class SharedWriters(Writers):
         found: list[Any] = self.all(work if self.rank == 0 else lambda: None)
         own: _T = found[0]
         return own
-
-
-def wait_for_ever(store: Any, key: str) -> None:
-    """Wait until somebody has said something under a name."""
-    while True:
-        with contextlib.suppress(DistStoreError):  # a run takes longer than a wait may
-            store.wait([key], _DAY)
-            return
 
 
 def _speaks_of_a_peer(text: str) -> bool:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import distributed
 from torch.optim import Optimizer
@@ -35,7 +33,7 @@ from holdfast.guard.ranks.shared_state import healthy, take_state, without_help
 from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
-from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.random_state import RandomState, of_another_rank
 from holdfast.memory.ladder import Plan
 from holdfast.memory.oom import find_out_of_memory, release_memory
 from holdfast.numerics.gradients import local
@@ -359,15 +357,8 @@ class Ranks(OneRank):
             self._model.lay_out(saved.get("order", []))
             own: Mapping[str, Any] = each[self.rank]
             return own
-        before = capture()
-        restore(RandomState.from_tree(training["random_state"]))
-        seed = int(torch.randint(2**31, ())) + self.rank  # for other ranks than before: streams of their own
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        drawn = capture().to_tree()
-        restore(before)
-        return {"random_state": drawn, "position": training["position"], "ladder": training["ladder"]}
+        drawn = of_another_rank(RandomState.from_tree(training["random_state"]), self.rank)
+        return {"random_state": drawn.to_tree(), "position": training["position"], "ladder": training["ladder"]}
 
     def chosen(
         self, choose: Callable[[], _T | None], name: Callable[[_T], str], find: Callable[[str], _T]

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.guard.ranks.messages import Messages, wait_for_ever
+from holdfast.guard.ranks.messages import Messages
 
 _LOOK_SECONDS = 0.002
 
@@ -27,8 +26,7 @@ class Tape:
         self._entries: list[list[Any]] = []
         self._is_over = True
         self._number = 0  # of attempts that somebody could not make
-        store = messages.connection()
-        threading.Thread(target=self._serve, args=(store,), name="holdfast-tape", daemon=True).start()
+        messages.start(self._serve, "holdfast-tape")
 
     def begin(self) -> None:
         """Begin an attempt, on all ranks."""
@@ -48,7 +46,7 @@ class Tape:
         """Begin what the others have begun and this rank has not, until all of them are at the end of the attempt."""
         self.end()
         name, at, said = f"tape/{self._number}", len(self._entries), self._messages.said
-        self._messages.say(name, str(self._attempt))
+        self._messages.call(name, str(self._attempt))
         others = [f"{name}/{rank}" for rank in self._messages.others]
         while True:
             found = next(filter(None, (said(f"{other}/{at}") for other in others)), None)
@@ -69,8 +67,9 @@ class Tape:
         with contextlib.suppress(RuntimeError):  # the store is gone: the run is over
             for number in itertools.count():
                 name, sent, is_over = f"tape/{number}", 0, False
-                wait_for_ever(store, name)
-                attempt, own = int(store.get(name)), f"{name}/{self._messages.rank}"
+                if (called := self._messages.called(store, name)) is None:
+                    return
+                attempt, own = int(called), f"{name}/{self._messages.rank}"
                 while not is_over:
                     time.sleep(_LOOK_SECONDS)
                     if self._attempt < attempt:

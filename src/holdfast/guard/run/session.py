@@ -193,11 +193,12 @@ class Session:
 
     def _hear_ranks(self) -> bool:
         """Learn what a checkpoint holds of each; return whether one of them still writes the last one."""
-        self._of_ranks = found = self.ranks.states(self._own_state)
+        self._of_ranks = found = self.ranks.states(self.own_state)
         busy = [each.pop("busy") for each in ([] if found is None else found["each"])]
         return any(busy)
 
-    def _own_state(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
+        """Return what may differ between ranks."""
         return {
             "random_state": self._random_state().to_tree(),
             "position": None if self.cursor is None else self.cursor.state_dict(),

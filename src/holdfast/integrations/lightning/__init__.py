@@ -1,6 +1,7 @@
 """Lightning: a strategy whose optimizer steps are transactions, files that verify.
 
     Trainer(strategy=HoldfastStrategy())          everything; also strategy="holdfast", once this module is imported
+    Trainer(strategy=HoldfastDDPStrategy(), devices=2)  the same on several processes; also strategy="holdfast_ddp"
     Trainer(plugins=[VerifiedCheckpointIO()])     the files only
 
 With the strategy ``training_step``, ``self.log``, hooks, accumulation, schedules, precision and clipping are
@@ -12,12 +13,12 @@ Lightning's, in its order and with its results, bit for bit, as long as nothing 
 - a scheduler with ``interval="step"`` stands still where a step was skipped; ``global_step`` counts it all the same;
 - a batch that was cut calls ``training_step`` once for each part; what it logs is the mean over the parts.
 
-One device. A window of ``accumulate_grad_batches`` is one step; each of its batches is a transaction of its own.
+A window of ``accumulate_grad_batches`` is one step; each of its batches is a transaction of its own.
 Checkpoints hold random state, so that training goes on with the same dropout. Which batches follow is up to the
 loader: exactly the same with a `holdfast.DataLoader`; with torch's, shuffled or not, from the end of an epoch only.
 """
 
 from holdfast.integrations.lightning.files import VerifiedCheckpointIO
-from holdfast.integrations.lightning.strategy import HoldfastStrategy
+from holdfast.integrations.lightning.strategy import HoldfastDDPStrategy, HoldfastStrategy
 
-__all__ = ["HoldfastStrategy", "VerifiedCheckpointIO"]
+__all__ = ["HoldfastDDPStrategy", "HoldfastStrategy", "VerifiedCheckpointIO"]

@@ -27,7 +27,6 @@ from holdfast.integrations.protocol import Emit, attempt_save, load, log_event
 
 load("lightning.pytorch")
 from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
-from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 
 NAME = re.compile(r"[^.].*\.ckpt")
 
@@ -38,11 +37,10 @@ def folder_of(trainer: Any) -> Path | None:
     return Path(folders[0]) if folders else None
 
 
-def save_when_stopped(trainer: Any, exception: BaseException) -> None:
-    """Save ``stopped-step=N.ckpt`` if this exception is Lightning's way to end, after the batch, at SIGTERM."""
-    if isinstance(exception, SIGTERMException):
-        folder = folder_of(trainer) or Path(trainer.default_root_dir, "checkpoints")
-        trainer.save_checkpoint(folder / f"stopped-step={trainer.global_step}.ckpt")
+def save_stopped(trainer: Any) -> None:
+    """Save ``stopped-step=N.ckpt``, before Lightning ends after the batch at SIGTERM."""
+    folder = folder_of(trainer) or Path(trainer.default_root_dir, "checkpoints")
+    trainer.save_checkpoint(folder / f"stopped-step={trainer.global_step}.ckpt")
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
@@ -92,7 +90,12 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         attempt_save(write, target.name, None if target.name.startswith(".") else self.emit, undo)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a file that verifies, or the newest beside it that does.
+        """Load `verified`."""
+        found: dict[str, Any] = super().load_checkpoint(self.verified(path), *args, **kwargs)
+        return found
+
+    def verified(self, path: Any) -> Any:
+        """Return a file if it verifies, or the newest beside it that does.
 
         Raises:
             CheckpointError: H312, if there is none, or if it is a link to a disk that is not there.
@@ -109,8 +112,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             if good is not None and good != given:
                 (self.emit or log_event)(run_events.CheckpointInstead(checkpoint=good.name, of=target.name))
             path = good
-        found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
-        return found
+        return path
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file, unless it is the last one that verifies; hidden ones are for the moment and always go."""

@@ -58,7 +58,8 @@ class TrainerSteps:
         self._batch: Any = None
         self._rest: tuple[Any, ...] = ()
         self._closure: Callable[[], Any] | None = None  # of the optimizer step that is being made
-        self._passing = False  # training_step is called by the guard
+        self.passing = False
+        """Whether ``training_step`` is called by the guard."""
         self._part: Any = None
         self._loss: torch.Tensor | None = None
         self._result: Any = None
@@ -92,7 +93,7 @@ class TrainerSteps:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, with the backward pass of a batch that only adds to a step; free the graph."""
-        if self._passing:
+        if self.passing:
             found = self._forward(self._part, *args[1:], **kwargs)
             self._loss = found.get("loss") if isinstance(found, Mapping) else found
             return _without_graph(found)
@@ -131,7 +132,7 @@ class TrainerSteps:
 
     def _pass(self, part: Any) -> torch.Tensor:
         """Return the loss of a part of the batch, with its graph."""
-        self._part, self._loss, self._passing = part, None, True
+        self._part, self._loss, self.passing = part, None, True
         try:
             with self._logged(part) as attempting:
                 if attempting and self._closure is not None:
@@ -144,7 +145,7 @@ class TrainerSteps:
                         self._call_hooks("on_before_backward", self._loss)
             return self._returned()
         finally:
-            self._loss, self._part, self._passing = None, None, False
+            self._loss, self._part, self.passing = None, None, False
 
     def _returned(self) -> torch.Tensor:
         if self._loss is None:
@@ -192,7 +193,7 @@ class TrainerSteps:
 
     def backward_is_called(self) -> None:
         """Call the hooks around a backward pass; it is made by the guard."""
-        if self._passing:
+        if self.passing:
             self._call_hooks("on_before_backward", self._loss)
         else:
             self.accumulation.show()

@@ -1,8 +1,9 @@
-"""`HoldfastStrategy`: Lightning on one device, with each optimizer step as a transaction of a guard."""
+"""Lightning on one device and on several processes, with each optimizer step as a transaction of a guard."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,26 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.integrations.lightning.files import NAME, VerifiedCheckpointIO, folder_of, save_when_stopped
+from holdfast.integrations.lightning.files import NAME, VerifiedCheckpointIO, folder_of, save_stopped
 from holdfast.integrations.lightning.steps import TrainerSteps, clips_itself, names_of
 from holdfast.integrations.protocol import (
+    Framework,
     carried_by,
     carried_tree,
     check_one_process,
     excluded,
     load,
     may_save,
+    on_all,
     open_guard,
     restore_random_state,
 )
 from holdfast.loader.splitting import Split
 
 load("lightning.pytorch")
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry  # noqa: E402
+from lightning.pytorch.callbacks import OnExceptionCheckpoint  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry  # noqa: E402
+from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
 
@@ -36,24 +41,10 @@ _PRECISION = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 _KEY = "holdfast"  # of what a checkpoint holds besides Lightning's own
 
 
-class HoldfastStrategy(SingleDeviceStrategy):
-    """Trains on one device, with each optimizer step as a transaction of a guard.
+class Guarded(Framework):  # type: ignore[misc]
+    """Put before a strategy of Lightning's among the bases, it makes each optimizer step a transaction of a guard."""
 
-    Args:
-        holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or None for the
-            defaults. Clipping and precision are the trainer's; a policy that says otherwise is an error.
-        holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the trainer's ``default_root_dir``.
-        split: Where the batch dimension is, as `holdfast.Guard` takes it.
-
-    Raises:
-        PolicyError: H101 or H102 for the policy; when training starts, H109 for one that contradicts the trainer,
-            H111 for a module that cannot be guarded. RunDirectoryError: H30x.
-
-    Example:
-        ``Trainer(strategy=HoldfastStrategy({"nonfinite_patience": 5}), gradient_clip_val=1.0)``
-    """
-
-    strategy_name = "holdfast"
+    _checkpoint_io: Any
 
     def __init__(
         self,
@@ -61,26 +52,17 @@ class HoldfastStrategy(SingleDeviceStrategy):
         holdfast_run_dir: str | os.PathLike[str] | None = None,
         *,
         split: Split = 0,
+        **of_lightning: Any,
     ) -> None:
-        super().__init__(device="cpu")  # until the trainer says which
+        super().__init__(**of_lightning)
         self._policy = Policy.of(holdfast_policy)
         self._run_dir = holdfast_run_dir
         self._split = split
         self._steps: TrainerSteps | None = None
         self._carried: dict[str, Any] | None = None
+        self._of_ranks: dict[str, Any] | None = None  # of the checkpoint that is being made
         self.holdfast_guard: HostedGuard | None = None
         """The guard, while ``fit`` trains: `statistics`, `events`, `request_stop`."""
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """Return no device: here Lightning puts those that the trainer was given."""
-        return []
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: Any) -> None:
-        check_one_process(len(devices or ()), "devices")
-        if devices:
-            self._root_device = torch.device(devices[0])
 
     def setup_environment(self) -> None:
         """Have checkpoints verified, unless the trainer has a plugin for them."""
@@ -110,7 +92,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             saves_in=(folder or Path(trainer.default_root_dir), NAME),
             carried=carried,
             resumed=trainer.ckpt_path is not None,
-            model=module,
+            model=self.model,
             optimizer=dict(zip(names_of(self.optimizers), self.optimizers, strict=True)),
             scheduler=schedulers or None,
             split=self._split,
@@ -157,8 +139,10 @@ class HoldfastStrategy(SingleDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Close the run directory, with the exception in it; after SIGTERM with a checkpoint."""
         super().on_exception(exception)
-        if self.holdfast_guard is not None and self.lightning_module is not None:
-            save_when_stopped(self.lightning_module.trainer, exception)
+        guard = self.holdfast_guard
+        if guard is not None and self.lightning_module is not None and isinstance(exception, SIGTERMException):
+            save_stopped(self.lightning_module.trainer)
+            guard.stopped()
         self._close(exception)
 
     def teardown(self) -> None:
@@ -171,7 +155,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if steps is not None:
             steps.close()
         if guard is not None:
-            vars(self.lightning_module).pop("lr_scheduler_step", None)
+            self.lightning_module.__dict__.pop("lr_scheduler_step", None)
             if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
                 self.checkpoint_io.emit = None
             guard.__exit__(None if error is None else type(error), error, None)
@@ -189,7 +173,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if self._steps is not None and self.holdfast_guard is not None:
             self._steps.begin_batch(batch, batch_idx)
             if self.holdfast_guard.stop_reason is not None:
-                self.lightning_module.trainer.should_stop = True  # type: ignore[union-attr]
+                self.lightning_module.trainer.should_stop = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``, within a step of the guard."""
@@ -206,13 +190,17 @@ class HoldfastStrategy(SingleDeviceStrategy):
         """Make the step as a transaction."""
         if self._steps is None or not self._steps.automatic:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        return self._steps.optimizer_step(closure)
+        done = self._steps.optimizer_step(closure)
+        if self.holdfast_guard is not None and self.holdfast_guard.stopped_by_signal:
+            self.lightning_module.trainer._signal_connector.received_sigterm = True  # now all ranks know it
+        return done
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Leave the backward pass of automatic optimization to the guard."""
         if self._steps is None or not self._steps.automatic:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._steps.backward_is_called()
+            closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        else:
+            self._steps.backward_is_called()
         return closure_loss
 
     def guarded_step(
@@ -241,20 +229,130 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if not may_save(guard):
             return
         if guard is not None:
-            done = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # type: ignore[union-attr]
+            done = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
             devices = [] if self.root_device.type == "cpu" else [self.root_device]
             # Lightning may save in the middle of a step: after so much time, a validation, a signal.
             window = None if self._steps is None else self._steps.accumulation.state_dict()
-            checkpoint[_KEY] = {**carried_by(guard, devices, window=window), "between_epochs": bool(done)}
+            carried = carried_by(guard, devices, window=window, ranks=self._of_ranks)
+            checkpoint[_KEY] = {**carried, "between_epochs": bool(done)}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Load a checkpoint that verifies."""
-        found = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        files, load = self.checkpoint_io, super().load_checkpoint
+        if isinstance(files, VerifiedCheckpointIO):  # the first rank chooses for all
+            chosen = on_all(lambda: files.verified(checkpoint_path) if self.is_global_zero else None)
+            checkpoint_path, load = self.broadcast(chosen), super(VerifiedCheckpointIO, files).load_checkpoint
+        found: dict[str, Any] = on_all(lambda: load(checkpoint_path, weights_only=weights_only))
         module = self.lightning_module
         fits = module is not None and module.trainer.state.fn == "fit"  # others load weights only
         self._carried = found.get(_KEY) if fits else None
         return found
+
+
+class HoldfastStrategy(Guarded, SingleDeviceStrategy):
+    """Trains on one device, with each optimizer step as a transaction of a guard.
+
+    Args:
+        holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or None for the
+            defaults. Clipping and precision are the trainer's; a policy that says otherwise is an error.
+        holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the trainer's ``default_root_dir``.
+        split: Where the batch dimension is, as `holdfast.Guard` takes it.
+
+    Raises:
+        PolicyError: H101 or H102 for the policy; when training starts, H109 for one that contradicts the trainer,
+            H111 for a module that cannot be guarded. RunDirectoryError: H30x.
+
+    Example:
+        ``Trainer(strategy=HoldfastStrategy({"nonfinite_patience": 5}), gradient_clip_val=1.0)``
+    """
+
+    strategy_name = "holdfast"
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """Return no device: here Lightning puts those that the trainer was given."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Any) -> None:
+        check_one_process(len(devices or ()), 'strategy "holdfast" and not "holdfast_ddp", devices')
+        if devices:
+            self._root_device = torch.device(devices[0])
+
+
+class HoldfastDDPStrategy(Guarded, DDPStrategy):
+    """Trains a ``DistributedDataParallel`` model on several processes, which step together or not at all.
+
+    It takes what `HoldfastStrategy` takes and, by name, what Lightning's ``DDPStrategy`` does. H108 and H111 are also
+    raised for what several processes cannot do.
+
+    Example:
+        ``Trainer(strategy=HoldfastDDPStrategy({"nonfinite_patience": 5}), devices=4)``
+    """
+
+    strategy_name = "holdfast_ddp"
+    _signalled = False  # before there was a guard
+
+    def configure_ddp(self) -> None:
+        """Wrap the module; not for one process, where there is nobody to average with."""
+        if self.world_size > 1:
+            super().configure_ddp()
+
+    def setup(self, trainer: Any) -> None:
+        """Set up as Lightning does, whose handler of SIGTERM begins a collective, wherever the other ranks are."""
+        notifier = {"_sigterm_notifier_fn": self._on_sigterm} if self.world_size > 1 and trainer.training else {}
+        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        vars(trainer._signal_connector).update(notifier)
+        super().setup(trainer)
+
+    def _on_sigterm(self, number: int, _frame: Any) -> None:
+        self._signalled = True
+        if self.launcher is not None:
+            self.launcher.kill(number)
+
+    def on_train_start(self) -> None:
+        """Open the run directory, once it is clear that several ranks can do what is asked for."""
+        if self.world_size > 1:
+            _check_ranks(self.lightning_module, averages=self._model_averager is not None)
+        super().on_train_start()
+        if self._signalled:
+            os.kill(os.getpid(), signal.SIGTERM)  # to the guard
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce as Lightning does; not in the middle of a step, which a rank may make again (H111)."""
+        if self.world_size > 1 and self._steps is not None and self._steps.passing:
+            raise excluded(
+                "self.log(..., sync_dist=True) in training_step, with on_step=True",
+                "a rank that makes its step again would wait there for the others, which do not come",
+                "log with on_step=False, on_epoch=True, which is reduced after the epoch; or leave sync_dist out.",
+            )
+        return super().reduce(tensor, group, reduce_op)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights of a checkpoint, on all ranks, after each has told its own random state."""
+        self._of_ranks = None if self.holdfast_guard is None else self.holdfast_guard.state_of_ranks()
+        found: dict[str, Any] = super().lightning_module_state_dict()
+        return found
+
+
+def _check_ranks(module: Any, *, averages: bool) -> None:
+    trainer = module.trainer
+    scheduled = [number for each in trainer.callbacks for number in getattr(each, "scheduling", {}).values()]
+    most = max([trainer.accumulate_grad_batches, *scheduled])
+    saves = any(
+        isinstance(each, OnExceptionCheckpoint) or getattr(each, "save_on_exception", False)
+        for each in trainer.callbacks
+    )
+    shared = "ranks share no batch before the last of a step; give larger batches, cut where memory is short"
+    for is_set, what, why in (
+        (not module.automatic_optimization, "manual optimization", "each rank would choose steps by itself"),
+        (most > 1, f"accumulate_grad_batches={most}", shared),
+        (averages, "model_averaging_period", "between two averages the weights of ranks differ"),
+        (saves, "a checkpoint on exceptions", "a rank that fails would wait there for the others"),
+    ):
+        if is_set:
+            raise excluded(f"{what} with {trainer.world_size} ranks", why, "leave it out, or train on one device.")
 
 
 def _begin_next_epoch(loop: Any) -> None:
@@ -280,7 +378,6 @@ def _check_supported(module: Any) -> None:
         )
 
 
-if HoldfastStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        HoldfastStrategy.strategy_name, HoldfastStrategy, description="steps are transactions of holdfast"
-    )
+for _strategy in (HoldfastStrategy, HoldfastDDPStrategy):
+    if _strategy.strategy_name not in StrategyRegistry:
+        StrategyRegistry.register(_strategy.strategy_name, _strategy, "steps are transactions of holdfast")

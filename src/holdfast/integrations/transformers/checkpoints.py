@@ -14,13 +14,12 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast.checkpoint.seal import begin, check, seal
 from holdfast.core.durable import write_file
-from holdfast.integrations.protocol import Emit, attempt_save, checkpoints_in, load, newest_checkpoint
+from holdfast.integrations.protocol import Emit, attempt_save, checkpoints_in, load, newest_checkpoint, on_all
 
-_T = TypeVar("_T")
 _log = logging.getLogger("holdfast")
 NAME = re.compile(r"checkpoint-(\d+)")
 _STATE_FILE = "holdfast_state.json"
@@ -61,26 +60,9 @@ def resumable(trainer: Any, asked: Any, run_dir: str | None = None) -> Any:
     if not asked:
         return asked
     if not trainer.is_world_process_zero():
-        _on_all(lambda: None)  # the first process moves aside what is damaged
+        on_all(lambda: None)  # the first process moves aside what is damaged
         return _resumable(asked, trainer.args.output_dir, run_dir)
-    return _on_all(lambda: _resumable(asked, trainer.args.output_dir, run_dir))
-
-
-def _on_all(act: Callable[[], _T]) -> _T:
-    """Do this process' part of what all processes do; raise its error after the others have heard of it."""
-    failed, done = None, None
-    try:
-        done = act()
-    except Exception as error:  # noqa: BLE001 - raised below
-        failed = error
-    text = None if failed is None else f"{type(failed).__name__}: {failed}"
-    texts = load("accelerate.utils").gather_object([text])
-    if failed is not None:
-        raise failed
-    for rank, other in enumerate(texts):
-        if other is not None:
-            raise OSError(f"rank {rank} has failed: {other}")
-    return done  # type: ignore[return-value] # of act
+    return on_all(lambda: _resumable(asked, trainer.args.output_dir, run_dir))
 
 
 def _resumable(asked: Any, output_dir: str, run_dir: str | None) -> Any:
@@ -126,9 +108,9 @@ def save_sealed(
             shutil.rmtree(folder, ignore_errors=True)
 
     def save() -> None:
-        _on_all(lambda: begin(folder) if writes else None)
-        _on_all(write)
-        _on_all(finish if writes else lambda: None)
+        on_all(lambda: begin(folder) if writes else None)
+        on_all(write)
+        on_all(finish if writes else lambda: None)
 
     def finish() -> None:
         if carried is not None:
