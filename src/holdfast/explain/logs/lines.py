@@ -37,6 +37,7 @@ _LEVEL = re.compile(
     r"(?:[\w.<>/]{1,80}(?::[\w.<>]{1,80}){0,2}\s+[-|]\s+|[\w.]{1,80}:(?=\S)|\[[\w.:/]{1,80}\]\s?)?"
 )
 _JSON_TRACEBACKS = ("exception", "exc_info", "exc_text", "stack_trace", "traceback", "error.stack_trace", "stack")
+_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")  # another writer's line
 _SHARE_LABELLED = 0.6  # of the lines that must begin like srun --label before their numbers are taken for ranks
 
 
@@ -71,7 +72,7 @@ def _parts(data: bytes) -> list[str]:
         inner = _inside_json(text)
         if inner is not None:
             return [_shortened(plain_text(line)) for line in inner.splitlines()]
-    pieces = [plain_text(piece) for piece in text.split("\r")]
+    pieces = [part for piece in text.split("\r") for part in _BEHIND_BAR.sub("\\1\r", plain_text(piece)).split("\r")]
     if len(pieces) > 1:
         last = len(pieces) - 1
         pieces = [

@@ -17,6 +17,7 @@ from holdfast.explain.logs.tracebacks import (
     HEADER,
     Raised,
     TracebackReader,
+    is_frame,
     is_syntax_error,
     split_exception,
     without_margins,
@@ -36,7 +37,7 @@ _ALOUD = frozenset({"WARNING", "WARN", "ERROR", "CRITICAL", "FATAL"})
 _RETRY = re.compile(r"\b(?:retry|retrying|attempt #?\d+|restart(?:ing|ed)?|resum(?:e|es|ed|ing))\b", re.IGNORECASE)
 _SCHEDULER = re.compile(
     r"\bDUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE)\b|\boom[-_ ]kill event|\bslurmstepd: error: "
-    r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b"
+    r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b|\bWatchdog caught collective operation timeout\b"
 )
 _TOLD_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")  # logged as a warning
 _FIELD = re.compile(r"\s*(rank|exitcode)\s*:\s*(.*)$")  # of the table of torchrun
@@ -170,7 +171,8 @@ class _Process:
         """Return the statements that begin at a line, and the index after them."""
         line = self._lines[index]
         text = line.text
-        if HEADER.search(text) or is_syntax_error(self._lines, index):
+        # A report often leaves out the header and the outer frames of a traceback.
+        if HEADER.search(text) or is_frame(text) or is_syntax_error(self._lines, index):
             raised, after = self._reader.read(index)
             if raised is None and after >= len(self._lines):
                 self.cut_off = self._newest_frame(index)
