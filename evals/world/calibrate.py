@@ -2,8 +2,8 @@
 
     python -m evals.world.calibrate
 
-For each kind: reports, right causes, right classes, and both shares drawn towards the share of all kinds as if ten more
-reports had been as these are: no kind is surer than its few reports allow. The sealed reports are not read.
+For each kind: reports, right causes, right classes, and both shares drawn towards the share of all kinds as if ten
+more reports had been as these are: no kind is surer than its few reports allow. The sealed reports are not read.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _no_log(path: Path, what: str, fix: str) -> RunDirectoryError:
 
 def collect_stream(stream: Readable, *, name: str, status: int | None = None) -> Facts:
     """Return what a log says; the name is for the sources, the status that of its command, if it is known."""
-    log = read_log(stream, name=name)
+    log = read_log(stream, name=name, alone=True)
     missing = [NO_STATUS] if status is None else []
     if not log.complete:
         missing.append(f"of {log.total_lines} lines those in the middle were only searched for words of errors")

@@ -11,8 +11,8 @@
 
 Where memory ran out and a leak was traced that names its signature, the leak is the cause.
 
-Two confidences are stated, of the cause and of its class. They are the shares that were right on what a verdict rests
-on (`weighing.SHARES`), and fall by what contradicts; where counters, signals or a hang decide, see ``runtime_causes``.
+Two confidences are stated, of the cause and of its class. They are the shares that were right on such grounds
+(`weighing.SHARES`), and fall by what contradicts; where counters, signals or a hang decide, see ``runtime_causes``.
 Does not: read files, print.
 """
 
@@ -93,8 +93,9 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
     if end.status is None and end.cause is not None and not _ends_badly(roots, cascades):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     root, cascade = next(iter(roots), None), next(iter(cascades), None)
-    if cascade is not None and cascade.tier < CAUGHT and cascade.signature.id == endings.COLLECTIVE_TIMEOUT:
-        # What timed out aborts the process itself: the end says no more than that.
+    timed_out = cascade is not None and cascade.tier < CAUGHT and cascade.signature.id == endings.COLLECTIVE_TIMEOUT
+    if timed_out or any(each.tier < CAUGHT and each.signature.id not in _OF_ABORTS for each in roots):
+        # What failed or timed out aborts the process itself: the abort says no more than that.
         roots = [each for each in roots if each.signature.id not in _OF_ABORTS]
         root = next(iter(roots), None)
         if end.cause == endings.ABORTED:
@@ -117,7 +118,8 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
             return _Chosen(signature=said.signature, confidence=said.confidence, candidate=said)
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     weak = root or cascade
-    if weak is not None and end.status is not None:  # it failed, and this is all that was seen
+    # It failed, or nothing shows that it went on, and this is all that was seen.
+    if weak is not None and (end.status is not None or (weak.statement.fatal is None and not weak.generic)):
         return _Chosen(signature=weak.signature, confidence=weak.confidence, candidate=weak)
     if end.cause is not None:
         return _Chosen(signature=known[end.cause], confidence=end.confidence)

@@ -32,6 +32,7 @@ CAUGHT = 4
 _GENERIC_RANK = 90
 _STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
 _LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
+_SPECIFIC_KIND = 91  # the last rank of the kinds that one line shows by itself
 _HABIT = 4  # lines that differ only in numbers: a measure that is called an error
 _BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
 _ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"})
@@ -46,24 +47,30 @@ _TELLING = (  # words of a line that is an error, the surest first
         r"|doesn't match|does not match|doesn't support|does not support|not supported|unsupported|errors?)\b",
         re.IGNORECASE,
     ),
+    re.compile(
+        r"\b(?:no longer|not yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
+        r"|doesn't|does not|assert|raise)\b",
+        re.IGNORECASE,
+    ),
 )
+_WARNED = re.compile(r"\bWARN(?:ING)?\b")
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 Grounds = Literal["own words", "signature", "symptom", "cascade", "words", "open words", "line", "open line"]
 """What a candidate rests on: an error of holdfast, which says what was found; a signature; one of a family whose
-failures mostly have their cause elsewhere; what follows from a failure elsewhere; the words of an exception or of a line
-that no signature knows, with a class that they show, or without."""
+failures mostly have their cause elsewhere; what follows from a failure elsewhere; the words of an exception or of a
+line that no signature knows, with a class that they show, or without."""
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
-    "signature": (0.8, 0.9),
-    "symptom": (0.5, 0.85),
-    "cascade": (0.75, 0.9),
-    "words": (0.6, 0.95),
-    "open words": (0.6, 0.0),
-    "line": (0.5, 0.85),
-    "open line": (0.3, 0.0),
+    "signature": (0.92, 0.97),
+    "symptom": (0.5, 0.94),
+    "cascade": (0.79, 0.97),
+    "words": (0.61, 0.97),
+    "open words": (0.7, 0.0),
+    "line": (0.57, 0.91),
+    "open line": (0.5, 0.0),
 }
-"""By grounds: the shares of right causes and of right classes among the failures of ``evals/world/design.jsonl``, drawn
-towards the mean of all; ``python -m evals.world.calibrate`` prints them. The first is no count: no report has one."""
+"""By grounds: the shares of right causes and of right classes among the failures of ``evals/world/design.jsonl``,
+drawn towards the mean of all; ``python -m evals.world.calibrate`` prints them. The first is no count."""
 _SYMPTOMS = frozenset({"out of memory", "crash", "device", "distributed", "autograd", "numerics"})
 _SHARE_OF_CAUGHT = 0.5
 # Characters that are searched: messages list keys of a state dict; no line of an error is so long.
@@ -125,15 +132,22 @@ def find_candidates(facts: Facts) -> list[Candidate]:
 
 
 def _telling_line(statements: Sequence[Statement]) -> Statement | None:
-    """Return the line that reads most like an error: of several the first of the last ones; None: none does."""
-    lines = [each for each in statements if each.kind == "line" and each.fatal is None]
-    forms = collections.Counter(re.sub(r"\d+", "#", each.text) for each in lines)
-    lines = [each for each in lines if forms[re.sub(r"\d+", "#", each.text)] < _HABIT]
-    for words in _TELLING:
-        found = [each for each in lines if words.search(each.text)]
-        if found:
-            return next(each for each in found if found[-1].position - each.position <= _BURST_LINES)
-    return None
+    """Return the line that reads most like an error, of those after the newest exception; None: none does."""
+    after = max((each.position for each in statements if each.kind == "exception"), default=-1)
+    lines = [each for each in statements if each.kind == "line"]
+    forms = collections.Counter(_form(each) for each in lines)
+    found: list[tuple[tuple[bool, bool, int], Statement]] = []
+    for each in (line for line in lines if line.position > after and line.fatal is None and not line.logged):
+        tier = next((tier for tier, words in enumerate(_TELLING) if words.search(each.text)), None)
+        if tier is not None and forms[_form(each)] < _HABIT:
+            known = any(kind.signature.rank <= _SPECIFIC_KIND for kind in _kinds_of(each))
+            found.append(((_WARNED.search(each.text) is not None, not known, tier), each))
+    late = [pair for pair in found if found[-1][1].position - pair[1].position <= _BURST_LINES]
+    return min(late, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def _form(line: Statement) -> str:
+    return re.sub(r"\d+", "#", line.text)
 
 
 def in_order(candidates: Iterable[Candidate], *, first_rank: int | None) -> list[Candidate]:
@@ -199,7 +213,7 @@ def _unknown(statement: Statement) -> Signature:
     Of the user's code only where the exception was raised there.
     """
     signature = all_signatures()[endings.UNCAUGHT if statement.kind == "exception" else endings.ERROR_LINE]
-    kinds = _matches(statement, _compiled_kinds())
+    kinds = _kinds_of(statement)
     if kinds:
         kind = kinds[0].signature
         return replace(signature, family=kind.family, means=kind.means, fix=kind.fix)
@@ -211,7 +225,7 @@ def _of_line(statement: Statement) -> Candidate | None:
     fitting = [match.signature for match in match_all(statement)]
     if not fitting:
         return None
-    tier = CAUGHT if statement.fatal is False else 3
+    tier = CAUGHT if statement.fatal is False or statement.logged else 3
     if tier == 3 and (fitting[0].rank <= _LOUD_RANK or statement.fatal):
         tier = 1
     return _candidate(fitting[0], statement, tier, (statement,), tuple(fitting[1:]))
@@ -357,13 +371,17 @@ class _Compiled:
 
 
 @functools.cache
+def _compiled() -> tuple[_Compiled, ...]:
+    return _compile(all_signatures().values())
+
+
+@functools.cache
 def _compiled_kinds() -> tuple[_Compiled, ...]:
     return _compile(kinds_of_unknown())
 
 
-@functools.cache
-def _compiled() -> tuple[_Compiled, ...]:
-    return _compile(all_signatures().values())
+def _kinds_of(statement: Statement) -> list[Match]:
+    return _matches(statement, _compiled_kinds())
 
 
 def _compile(signatures: Iterable[Signature]) -> tuple[_Compiled, ...]:
