@@ -62,9 +62,8 @@ def is_progress(text: str) -> bool:
     """Return whether a line shows that the training went on, or is done."""
     if "Traceback (most recent call last)" in text:  # it began behind a progress bar
         return False
-    if is_end(text):
-        return True
-    return (is_progress_bar(text) or _PROGRESS.search(text) is not None) and not _NO_PROGRESS.search(text)
+    goes = _PROGRESS.search(text) is not None or is_progress_bar(text)
+    return (goes and not _NO_PROGRESS.search(text)) or is_end(text)
 
 
 def goes_on(text: str) -> bool:

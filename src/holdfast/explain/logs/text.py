@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.explain.evidence import Ending, Statement
-from holdfast.explain.logs.keeping import Readable, is_relevant, keep_lines
+from holdfast.explain.logs.keeping import Readable, keep_lines, relevant_lines
 from holdfast.explain.logs.lines import CleanLine, clean_lines
 from holdfast.explain.logs.progress import Pulse, goes_on, is_end, is_progress_bar, printed_losses, printed_norms
 from holdfast.explain.logs.tracebacks import (
@@ -142,8 +142,9 @@ class _Process:
         self._reader = TracebackReader(self._lines)
         self._pulse = Pulse([line.text for line in self._lines])
         self._done = done
-        self._alone = alone
-        self._newest_sign = max((i for i, line in enumerate(lines) if goes_on(line.text)), default=-1)
+        texts = [line.text for line in self._lines]
+        self._relevant = set(range(len(texts))) if alone else relevant_lines(texts)
+        self._newest_sign = next((i for i in reversed(range(len(lines))) if goes_on(lines[i].text)), -1)
         self.endings: list[Ending] = []
         self.cut_off = ""
 
@@ -196,7 +197,7 @@ class _Process:
             raised = Raised(bare[0].rpartition(".")[2], message, (), line.number, [], line.unix_seconds)
             raised.take([nested] if nested is not None else [])
             return self._chain(raised, index, after), after
-        if text.strip() and (self._alone or is_relevant(text)) and not is_progress_bar(text):
+        if index in self._relevant and text.strip() and not is_progress_bar(text):
             return [self._line(line, index)], index + 1
         return [], index + 1
 
