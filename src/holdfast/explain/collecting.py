@@ -262,6 +262,7 @@ class _Attempt:
             "asked_by": _integer(ended[0].data.get("asked_by")) if ended else None,
             "supervisor_lost": self._recordings.lost() if not ended else None,
             "log_says_done": log.ended_well if log else False,
+            "observed": bool(self._processes),
             "alive": [info.pid for info in infos if process_lives(info.pid, info.ticks)],
             "steps": standing.step if standing else None,
             "phase": _phase(standing),

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.explain.evidence import Facts, Lost
+from holdfast.explain.evidence import Facts
 from holdfast.explain.remarks import kills_counted
 from holdfast.explain.runtime_causes import FROM_OUTSIDE, End, find_end
 from holdfast.explain.signature import Signature
@@ -72,7 +72,7 @@ def judge(facts: Facts) -> Verdict:
             class_confidence=round(min(max(_of_class(chosen), 0.0), 0.99), 2),
             candidate=chosen.candidate,
             candidates=tuple(candidates),
-            runner_up=_runner_up(chosen, end, [*roots, *cascades, *confirmations], facts.lost),
+            runner_up=_runner_up(chosen, end, [*roots, *cascades, *confirmations], facts),
         )
     )
 
@@ -225,7 +225,7 @@ def _adjusted(candidate: Candidate, end: End, group: Sequence[Candidate]) -> flo
 
 
 def _runner_up(
-    chosen: _Chosen, end: End, candidates: Sequence[Candidate], lost: Lost | None
+    chosen: _Chosen, end: End, candidates: Sequence[Candidate], facts: Facts
 ) -> tuple[str, str, float] | None:
     """Return the next likely cause: id, title and confidence; None if nothing is worth a line."""
     if end.well:
@@ -236,7 +236,11 @@ def _runner_up(
         found += [(each, left * 0.5) for each in chosen.candidate.also]
         if chosen.signature.id == endings.KILLED_UNCOUNTED:  # a person is as likely
             found.append((all_signatures()[endings.KILLED], left))
-    if lost is not None and chosen.signature.family != "numerics":  # printed before an exception of the user's code
+    if any("NVRM: Xid" in each.text for each in facts.statements) and chosen.signature.family != "hardware":
+        found.append((all_signatures()[endings.XID], left * 0.95))
+    if (
+        facts.lost is not None and chosen.signature.family != "numerics"
+    ):  # printed before an exception of the user's code
         found.append((all_signatures()[endings.TRAINING_LOST], left * 0.9))
     if end.cause is not None and end.cause != endings.STATUS_ONLY:
         found.append((all_signatures()[end.cause], end.confidence * 0.5))

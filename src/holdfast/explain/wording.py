@@ -86,6 +86,8 @@ def _title(made: Judgement) -> str:
         return "ended well, but its training has a fault" + (f": {rule.title}" if rule is not None else "")
     if signature.id == endings.ENDED_WELL and made.end.well and remarks.last_words(facts) is not None:
         return "ended well, but its last words are a traceback"
+    if signature.id == endings.ENDED_WELL and remarks.unobserved(facts):
+        return "ended with status 0, and nothing of it was observed"
     if signature.id == endings.STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
         return f"ended itself by sys.exit with status {made.end.status}"
     if signature.id in _ITSELF and made.candidate is not None:
@@ -111,14 +113,15 @@ def _summary(made: Judgement, place: str) -> str:
         parts += remarks.of_interruption(made.facts)
     left = remarks.way_out(made.facts) if signature.id == endings.STATUS_ONLY else ""
     if candidate is None or not _is_of_holdfast(candidate):
-        parts.append(_sentence(left) if left else signature.means)
+        means = "" if signature.id == endings.ENDED_WELL and remarks.unobserved(made.facts) else signature.means
+        parts.append(_sentence(left) if left else means)
     if signature.id == endings.ENDED_WELL:
         parts += remarks.of_good_end(made.facts)
     parts += remarks.of_interference(made.facts)
     leak = _leak(made)
     if leak is not None and remarks.leak_place(leak):
         parts.append(_sentence(f"Memory was kept at {remarks.leak_place(leak)}"))
-    return " ".join(parts)
+    return " ".join(filter(None, parts))
 
 
 def _failed(candidate: Candidate, place: str) -> str:
