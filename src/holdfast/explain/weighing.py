@@ -44,7 +44,7 @@ _TELLING = (  # words of a line that is an error, the surest first
     ),
     re.compile(
         r"\b(?:failed|cannot|can't|could not|couldn't|unable to|denied|not found|no such|invalid|illegal|missing"
-        r"|doesn't match|does not match|doesn't support|does not support|not supported|unsupported|errors?)\b",
+        r"|doesn't match|does not match|doesn't support|does not support|not supported|unsupported|errors?|timed out|Xid)\b",
         re.IGNORECASE,
     ),
     re.compile(

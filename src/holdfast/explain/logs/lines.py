@@ -24,6 +24,10 @@ _RANK = re.compile(r"\[rank(\d+)\]:? ?")  # torch >= 2.2, on every line of a tra
 _TEE = re.compile(r"\[[A-Za-z_]\w{0,30}?(\d{1,5})\]:")  # torchrun --tee: [default0]:
 _MPI = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 _SRUN = re.compile(r"\s{0,4}(\d{1,5}): ")  # srun --label
+# Of Ray: (RayTrainWorker pid=4711, ip=10.0.0.2), and of pytest.
+_TEST_OR_RAY = re.compile(
+    r"\([\w.:]{0,60} ?pid=\d{1,10}(?:, ip=[\w.:-]{1,40})?\) |E {3,7}(?=[\w.]*(?:Error|Exception)\b)"
+)
 _KUBERNETES = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,30}) std(?:out|err) [FP] ")
 _GLOG = re.compile(r"([IWEFVC])(\d\d)(\d\d) (\d\d:\d\d:\d\d\.\d+) +\d+ [^\]\s]{1,300}\] ?")
 _DATE = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
@@ -103,6 +107,8 @@ def _shortened(text: str) -> str:
 def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     rank: int | None = None
     seconds: float | None = None
+    printed_by = _TEST_OR_RAY.match(text)
+    text = text[printed_by.end() :] if printed_by is not None else text
     patterns = (_RANK, _TEE, _MPI, _SRUN) if labelled else (_RANK, _TEE, _MPI)
     for _ in range(6):
         if not text or (text[0] in " \t" and not labelled):
