@@ -236,6 +236,8 @@ def _runner_up(
         found += [(each, left * 0.5) for each in chosen.candidate.also]
         if chosen.signature.id == endings.KILLED_UNCOUNTED:  # a person is as likely
             found.append((all_signatures()[endings.KILLED], left))
+    if chosen.signature.id == endings.KILLED and kills_counted(facts.endings) is None:
+        found.append((all_signatures()[endings.KILLED_UNCOUNTED], left))
     if any("NVRM: Xid" in each.text for each in facts.statements) and chosen.signature.family != "hardware":
         found.append((all_signatures()[endings.XID], left * 0.95))
     if (

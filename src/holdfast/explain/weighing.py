@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from holdfast.explain.evidence import Facts, Statement, is_own_code
+from holdfast.explain.logs.progress import is_progress
 from holdfast.explain.rules import all_rules
 from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import all_signatures, endings, kinds_of_unknown
@@ -44,7 +45,8 @@ _TELLING = (  # words of a line that is an error, the surest first
     ),
     re.compile(
         r"\b(?:failed|cannot|can't|could not|couldn't|unable to|denied|not found|no such|invalid|illegal|missing"
-        r"|doesn't match|does not match|doesn't support|does not support|not supported|unsupported|errors?|timed out|Xid)\b",
+        r"|doesn't match|does not match|doesn't support|does not support|not supported|unsupported|errors?|timed out"
+        r"|Xid)\b",
         re.IGNORECASE,
     ),
     re.compile(
@@ -52,6 +54,11 @@ _TELLING = (  # words of a line that is an error, the surest first
         r"|doesn't|does not|assert|raise)\b",
         re.IGNORECASE,
     ),
+)
+_COUNTS = re.compile(  # errors, or is data
+    r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror[ _]rate\b|^\s*\{"
+    r"|\bskip(?:ped|ping)\b",
+    re.IGNORECASE,
 )
 _WARNED = re.compile(r"\bWARN(?:ING)?\b")
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
@@ -61,12 +68,12 @@ failures mostly have their cause elsewhere; what follows from a failure elsewher
 line that no signature knows, with a class that they show, or without."""
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
-    "signature": (0.92, 0.97),
-    "symptom": (0.5, 0.94),
-    "cascade": (0.79, 0.97),
-    "words": (0.61, 0.97),
-    "open words": (0.7, 0.0),
-    "line": (0.57, 0.91),
+    "signature": (0.87, 0.97),
+    "symptom": (0.5, 0.93),
+    "cascade": (0.75, 0.96),
+    "words": (0.57, 0.95),
+    "open words": (0.68, 0.0),
+    "line": (0.53, 0.88),
     "open line": (0.5, 0.0),
 }
 """By grounds: the shares of right causes and of right classes among the failures of ``evals/world/design.jsonl``,
@@ -139,7 +146,8 @@ def _telling_line(statements: Sequence[Statement]) -> Statement | None:
     found: list[tuple[tuple[bool, bool, int], Statement]] = []
     for each in (line for line in lines if line.position > after and line.fatal is None and not line.logged):
         tier = next((tier for tier, words in enumerate(_TELLING) if words.search(each.text)), None)
-        if tier is not None and forms[_form(each)] < _HABIT:
+        counts = _COUNTS.search(each.text) is not None or is_progress(each.text)
+        if tier is not None and not counts and forms[_form(each)] < _HABIT:
             known = any(kind.signature.rank <= _SPECIFIC_KIND for kind in _kinds_of(each))
             found.append(((_WARNED.search(each.text) is not None, not known, tier), each))
     late = [pair for pair in found if found[-1][1].position - pair[1].position <= _BURST_LINES]

@@ -86,10 +86,13 @@ def how_sure(verdict: Verdict) -> str:
     """Return how sure a verdict is of its cause, and of its class where it names one; empty if it names neither."""
     if not verdict.confidence:
         return ""
-    cause = f"{_in_words(verdict.confidence)} ({verdict.confidence:.0%})"
-    if verdict.family in ("unknown", "ended well"):
-        return cause
-    return f"{cause}; the class {_in_words(verdict.class_confidence)} ({verdict.class_confidence:.0%})"
+    cause, share = _in_words(verdict.confidence), f"{verdict.confidence:.0%}"
+    of_class = _in_words(verdict.class_confidence)
+    if verdict.family in ("unknown", "ended well") or verdict.class_confidence == verdict.confidence:
+        return f"{cause} ({share})"
+    if cause == of_class:
+        return f"{cause} ({share}, of its class {verdict.class_confidence:.0%})"
+    return f"{cause} ({share}), its class {of_class} ({verdict.class_confidence:.0%})"
 
 
 def _in_words(share: float) -> str:

@@ -127,18 +127,20 @@ def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float],
 
     Where any is called plainly ``loss`` or ``train_loss``, only these count: others are parts of it.
     """
-    found = list(_values(lines, _LOSS))
+    found = list(_values(lines, _LOSS, "loss"))
     plain = [each for each in found if _PLAIN_LOSS.fullmatch(each[0])]
     return tuple((number, value) for _, number, value in plain or found)
 
 
 def printed_norms(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
     """Return line and value of each norm of gradients, oldest first."""
-    return tuple((number, value) for _, number, value in _values(lines, _NORM))
+    return tuple((number, value) for _, number, value in _values(lines, _NORM, "norm"))
 
 
-def _values(lines: Sequence[tuple[int, str]], named: re.Pattern[str]) -> Iterator[tuple[str, int, float]]:
+def _values(lines: Sequence[tuple[int, str]], named: re.Pattern[str], word: str) -> Iterator[tuple[str, int, float]]:
     for number, text in lines:
+        if word not in text.lower():  # the pattern looks from every place
+            continue
         until = 0
         for match in named.finditer(text):
             if not _EVALUATION.search(text, until, match.end(1)):
