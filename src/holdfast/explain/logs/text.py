@@ -142,6 +142,7 @@ class _Process:
         self._reader = TracebackReader(self._lines)
         self._pulse = Pulse([line.text for line in self._lines])
         self._done = done
+        self._alone = alone
         texts = [line.text for line in self._lines]
         self._relevant = set(range(len(texts))) if alone else relevant_lines(texts)
         self._newest_sign = next((i for i in reversed(range(len(lines))) if goes_on(lines[i].text)), -1)
@@ -193,7 +194,7 @@ class _Process:
             return [], index + 1
         bare = split_exception(text)
         if bare is not None:
-            message, nested, after = self._reader.message(index, bare[1], bare=True)
+            message, nested, after = self._reader.message(index, bare[1], bare=not self._alone)
             raised = Raised(bare[0].rpartition(".")[2], message, (), line.number, [], line.unix_seconds)
             raised.take([nested] if nested is not None else [])
             return self._chain(raised, index, after), after
@@ -253,7 +254,7 @@ def _first_failure(lines: Sequence[str]) -> list[Ending]:
     return [Ending(status=int(status[1]), pid=pid, rank=int(rank[0]) if rank else None, role="trainer")]
 
 
-def quoted(statement: Statement, *, most_lines: int = 4) -> Iterator[str]:
+def quoted(statement: Statement, *, most_lines: int = 6) -> Iterator[str]:
     """Yield the lines of a statement as evidence shows them: few, and not long."""
     head = statement.exception or ""
     if head and statement.text:
