@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Protocol
 
 _CHUNK_BYTES = 1 << 16
-_HEAD_BYTES = 1 << 20
+_HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 20
 _NEWEST_HITS_BYTES = 3 << 20

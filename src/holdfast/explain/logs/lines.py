@@ -76,7 +76,8 @@ def _parts(data: bytes) -> list[str]:
         inner = _inside_json(text)
         if inner is not None:
             return [_shortened(plain_text(line)) for line in inner.splitlines()]
-    pieces = [part for piece in text.split("\r") for part in _BEHIND_BAR.sub("\\1\r", plain_text(piece)).split("\r")]
+    text = _BEHIND_BAR.sub("\\1\r", text) if "|" in text else text
+    pieces = [plain_text(piece) for piece in text.split("\r")]
     if len(pieces) > 1:
         last = len(pieces) - 1
         pieces = [
