@@ -54,6 +54,7 @@ def test_ids_are_unique_in_the_files_and_never_those_of_other_rules() -> None:
     entries = [entry for file in files for entry in yaml.safe_load(file.read_text(encoding="utf-8"))]
     ids = [entry["id"] for entry in entries if "id" in entry]
     assert len(entries) - len(ids) == len(kinds_of_unknown())  # they have that of what they say more about
+    assert all(kind.family in FAMILIES and kind.fix.endswith(".") for kind in kinds_of_unknown())
     assert len(ids) == len(set(ids))
     leaking = {leaks.signature_of(kind, on_host=False) for kind in leaks.KINDS}
     assert set(CATALOGUE) - set(ids) == leaking | {WELL.id}
