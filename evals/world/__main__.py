@@ -87,12 +87,16 @@ def _count(what: str, outcomes: Sequence[Outcome], result: Result) -> None:
     result.add_count(f"{what}: unknown", scores["unknown"], number)
     result.add_count(f"{what}: wrong", scores["wrong"], number)
     result.add_count(f"{what}: right cause by the last line of an exception", baseline, number)
-    for family in sorted({each.report.family for each in outcomes}):
+    families = sorted({each.report.family for each in outcomes})
+    below = 0
+    for family in families:
         group = [each for each in outcomes if each.report.family == family]
         right = sum(each.score == "right" for each in group)
         result.add_count(f"{what}, {family}: right cause", right, len(group))
         by_line = sum(each.by_last_line == "right" for each in group)
+        below += right < by_line
         result.add_count(f"{what}, {family}: right cause by the last line of an exception", by_line, len(group))
+    result.add_count(f"{what}: families in which the last line is right more often", below, len(families), expected=0)
     named = [each for each in outcomes if each.verdict.confidence > 0]
     _calibration(f"{what}: cause", named, lambda each: (each.verdict.confidence, each.score == "right"), result)
     classed = [each for each in outcomes if each.verdict.family != "unknown"]
