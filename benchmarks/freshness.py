@@ -79,6 +79,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "step_overhead": (*_STEP, "learning", "checkpoint"),
     "supervised_kills": _WATCHED,
     "verdicts": ("explain",),
+    "world": ("explain",),
 }
 """By result file: files and folders under ``src/holdfast`` whose change could move its figures."""
 

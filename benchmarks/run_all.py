@@ -53,6 +53,7 @@ SCRIPTS = (
     "leak_lines",
     "supervised_kills",
     "evals.verdicts",
+    "evals.world",
     "gpu.step_overhead",
     "gpu.oom_recovery",
     "gpu.device_prefetch",
@@ -61,6 +62,7 @@ SCRIPTS = (
 RESULTS = {
     "evals.not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2"),
     "evals.verdicts": ("verdicts",),
+    "evals.world": ("world",),
 }
 """Names of the result files of a script, where they are not its own name."""
 _ROOT = Path(__file__).parent.parent

@@ -96,7 +96,7 @@ def _count_corpus(outcomes: Sequence[Outcome], result: Result) -> None:
         "signatures with a failure that reproduces them", sum(each in seen for each in known), len(known)
     )
     texts = {
-        (each.failure.cause, re.sub(r"[\d.]+|0x\w+|'[^']*'", "", _last_line(each.failure.log))) for each in outcomes
+        (each.failure.cause, re.sub(r"[\d.]+|0x\w+|'[^']*'", "", last_line(each.failure.log))) for each in outcomes
     }
     _add_ratio(result, "distinct failures: labels with last lines, without numbers and names", len(texts), outcomes)
 
@@ -167,7 +167,7 @@ def _compare_with_baselines(outcomes: Sequence[Outcome], result: Result) -> None
         by_status[outcome.failure.status][outcome.failure.cause] += 1
     titles = _Titles()
     baselines: tuple[tuple[str, Callable[[Recorded], str]], ...] = (
-        ("last line of the traceback", lambda failure: titles.nearest(_last_line(failure.log))),
+        ("last line of the traceback", lambda failure: titles.nearest(last_line(failure.log))),
         ("exit status", lambda failure: by_status[failure.status].most_common(1)[0][0]),
         ("keyword search", lambda failure: _by_keyword(failure.log)),
     )
@@ -212,7 +212,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(word for word in re.findall(r"[a-z]+", text.lower()) if len(word) > 2)
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]+(?:Error|Exception|Interrupt)\b", line)]
     return (errors or lines or [""])[-1]

@@ -21,6 +21,7 @@ from holdfast.explain.verdict import Verdict
 from holdfast.report.verdicts import how_sure
 
 _RULE = re.compile(r"[Hh]\d{3,4}")
+_SENTENCE_END = re.compile(r"(?<=[.:;]) ")
 _LIKE_A_RULE = re.compile(r"[Hh]?\d[\w-]{0,8}|[Hh]\w{0,8}")
 
 
@@ -124,6 +125,12 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     colour = "green" if verdict.family == "ended well" else "yellow" if verdict.family == "unknown" else "red"
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
     out.print(Text.assemble((title, f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"))
+    if verdict.family != "ended well":  # for whoever reads no further: one line of evidence, and one to act on
+        for exhibit in verdict.evidence[:1]:
+            line = exhibit.text.partition("\n")[0]
+            words = verdict.where if line.startswith(verdict.title.removesuffix("...")) else line
+            out.print(Text(f"Seen: {words} ({exhibit.source})" if words else f"Seen: {exhibit.source}"))
+        out.print(Text(f"Do: {_SENTENCE_END.split(verdict.fix, maxsplit=1)[0]}"))
     sure = how_sure(verdict)
     out.print(Text(f"{sure}{', ' if sure else ''}from {sanitise(source)}", style="dim"))
     _section(out, "What happened", [verdict.summary])

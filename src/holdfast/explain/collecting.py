@@ -61,7 +61,7 @@ def _no_log(path: Path, what: str, fix: str) -> RunDirectoryError:
 
 def collect_stream(stream: Readable, *, name: str, status: int | None = None) -> Facts:
     """Return what a log says; the name is for the sources, the status that of its command, if it is known."""
-    log = read_log(stream, name=name)
+    log = read_log(stream, name=name, alone=True)
     missing = [NO_STATUS] if status is None else []
     if not log.complete:
         missing.append(f"of {log.total_lines} lines those in the middle were only searched for words of errors")
@@ -262,6 +262,7 @@ class _Attempt:
             "asked_by": _integer(ended[0].data.get("asked_by")) if ended else None,
             "supervisor_lost": self._recordings.lost() if not ended else None,
             "log_says_done": log.ended_well if log else False,
+            "observed": bool(self._processes),
             "alive": [info.pid for info in infos if process_lives(info.pid, info.ticks)],
             "steps": standing.step if standing else None,
             "phase": _phase(standing),

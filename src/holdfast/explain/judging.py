@@ -11,7 +11,8 @@
 
 Where memory ran out and a leak was traced that names its signature, the leak is the cause.
 
-Confidence starts from the tier, rises by what agrees (status, counters, a trend), and falls by what contradicts.
+Two confidences are stated, of the cause and of its class. They are the shares that were right on such grounds
+(`weighing.SHARES`), and fall by what contradicts; where counters, signals or a hang decide, see ``runtime_causes``.
 Does not: read files, print.
 """
 
@@ -32,7 +33,6 @@ from holdfast.explain.wording import Judgement, in_words
 _OTHER_LINE = 3
 _OF_KILLS = frozenset({"preempted", "host out of memory", "crash"})
 """Families whose lines a process does not survive, whatever the log says of being done."""
-_MOST_OF_A_CASCADE = 0.75  # it names what was seen, not who began
 _LEAST_SHOWN = 0.02  # confidence below which another cause is not worth a line
 _BESIDE_A_SIGNAL = frozenset(
     {"out of memory", "host out of memory", "hardware", "device", "preempted", "crash", "distributed", "hang"}
@@ -40,7 +40,9 @@ _BESIDE_A_SIGNAL = frozenset(
 """Families whose lines can explain an end by a signal."""
 _OF_LOST_PROCESSES = frozenset({"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"})
 """Families that a kill by the kernel for memory explains, where they only say that a process was lost."""
-_NO_CAUSE = frozenset({endings.STATUS_ONLY, endings.KILLED, endings.TERMINATED})
+_OF_ABORTS = frozenset({endings.ABORTED, endings.NATIVE_ABORT})
+_UNCOUNTED = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
+_NO_CAUSE = frozenset({endings.STATUS_ONLY, endings.KILLED, endings.KILLED_UNCOUNTED, endings.TERMINATED})
 """Runtime causes that a text which is less certain still beats."""
 
 
@@ -66,12 +68,21 @@ def judge(facts: Facts) -> Verdict:
             facts=facts,
             end=end,
             signature=chosen.signature,
-            confidence=round(min(max(chosen.confidence, 0.05), 0.99), 2),
+            confidence=round(min(max(chosen.confidence, 0.0), 0.99), 2),
+            class_confidence=round(min(max(_of_class(chosen), 0.0), 0.99), 2),
             candidate=chosen.candidate,
             candidates=tuple(candidates),
-            runner_up=_runner_up(chosen, end, [*roots, *cascades, *confirmations]),
+            runner_up=_runner_up(chosen, end, [*roots, *cascades, *confirmations], facts),
         )
     )
+
+
+def _of_class(chosen: _Chosen) -> float:
+    """Return how sure the class of a cause is, which is no less than how sure the cause is."""
+    if chosen.signature.family == "unknown" or chosen.candidate is None:
+        return 0.0 if chosen.signature.family == "unknown" else chosen.confidence
+    lost = max(chosen.candidate.confidence - chosen.confidence, 0.0)
+    return max(chosen.confidence, chosen.candidate.class_confidence - lost)
 
 
 def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequence[Candidate]) -> _Chosen:
@@ -82,6 +93,13 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
     if end.status is None and end.cause is not None and not _ends_badly(roots, cascades):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     root, cascade = next(iter(roots), None), next(iter(cascades), None)
+    timed_out = cascade is not None and cascade.tier < CAUGHT and cascade.signature.id == endings.COLLECTIVE_TIMEOUT
+    if timed_out or any(each.tier < CAUGHT and each.signature.id not in _OF_ABORTS for each in roots):
+        # What failed or timed out aborts the process itself: the abort says no more than that.
+        roots = [each for each in roots if each.signature.id not in _OF_ABORTS]
+        root = next(iter(roots), None)
+        if end.cause == endings.ABORTED:
+            end = replace(end, cause=endings.STATUS_ONLY)
     began = end.hang.unix_seconds if end.hang is not None else end.asked
     if began is not None and end.cause is not None and not _failed_before(root, began):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
@@ -93,19 +111,19 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
         confidence = _adjusted(root, end, [root] if detailed else roots)
         return _Chosen(signature=named.signature, confidence=confidence, candidate=named)
     if cascade is not None and cascade.tier < CAUGHT and (end.cause is None or end.cause == endings.STATUS_ONLY):
-        confidence = _adjusted(cascade, end, cascades)
-        # A time-out of a collective without any root is all that such a run ever says.
-        alone = not roots and cascade.signature.id == endings.COLLECTIVE_TIMEOUT
-        confidence = min(confidence, _MOST_OF_A_CASCADE) if alone else confidence - 0.2
-        return _Chosen(signature=cascade.signature, confidence=confidence, candidate=cascade)
+        return _Chosen(signature=cascade.signature, confidence=cascade.confidence, candidate=cascade)
     if end.cause is not None and end.cause != endings.STATUS_ONLY:
+        said = next((each for each in roots if each.signature.id == endings.KILLED_UNCOUNTED), None)
+        if said is not None and end.cause == endings.KILLED:
+            return _Chosen(signature=said.signature, confidence=said.confidence, candidate=said)
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     weak = root or cascade
-    if weak is not None and end.status is not None:  # it failed, and this is all that was seen
+    # It failed, or nothing shows that it went on, and this is all that was seen.
+    if weak is not None and (end.status is not None or (weak.statement.fatal is None and not weak.generic)):
         return _Chosen(signature=weak.signature, confidence=weak.confidence, candidate=weak)
     if end.cause is not None:
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
-    return _Chosen(signature=known[endings.UNKNOWN], confidence=0.9 if weak is None else 0.6)
+    return _Chosen(signature=known[endings.UNKNOWN], confidence=0.0)
 
 
 def _because_of_a_leak(facts: Facts, chosen: _Chosen) -> _Chosen:
@@ -123,7 +141,7 @@ def _because_of_a_leak(facts: Facts, chosen: _Chosen) -> _Chosen:
 
 def _as_counted(facts: Facts, chosen: _Chosen) -> _Chosen:
     """Return what was chosen, without the kernel where its counter says that it killed nothing for memory."""
-    if chosen.signature.id == endings.WORKER_KILLED and kills_counted(facts.endings) == 0:
+    if chosen.signature.id in _UNCOUNTED and kills_counted(facts.endings) == 0:
         return replace(chosen, signature=all_signatures()[endings.KILLED])
     return chosen
 
@@ -177,13 +195,7 @@ def _beats_end(root: Candidate, end: End) -> bool:
         return False
     number = end.signal
     if number is None:
-        # A last line that no signature knows is a failure only of a command that is known to have failed.
-        return (
-            end.status is not None
-            or root.tier <= 1
-            or root.signature.id != endings.UNCAUGHT
-            or bool(root.statement.frames)
-        )
+        return True
     if root.tier <= 1:
         # What ended the process ended it by an exception: a kill from outside came later, or hit something else.
         return not (number in FROM_OUTSIDE and root.generic)
@@ -200,31 +212,21 @@ def _followed(root: Candidate, end: End) -> bool:
 
 
 def _adjusted(candidate: Candidate, end: End, group: Sequence[Candidate]) -> float:
-    """Return a confidence with what agrees and what contradicts."""
-    confidence = candidate.confidence
-    if end.status is None:
-        confidence -= 0.03
-    elif end.signal in FROM_OUTSIDE and candidate.signature.family not in _BESIDE_A_SIGNAL:
-        confidence -= 0.15
-    else:
-        confidence += 0.02
-    if end.cause == candidate.signature.id or (candidate.signature.id == endings.INTERRUPTED and end.signal == 2):
-        confidence += 0.04
-    rivals = [
-        other
-        for other in group
-        if other.tier <= candidate.tier
+    """Return a confidence, lower where something contradicts."""
+    from_outside = end.signal in FROM_OUTSIDE and candidate.signature.family not in _BESIDE_A_SIGNAL
+    rivals = any(
+        other.tier <= candidate.tier
         and other.signature.id != candidate.signature.id
         and other.signature.family != candidate.signature.family
         and not other.generic
-    ]
-    if rivals:
-        confidence -= 0.1
-    close = candidate.also and candidate.also[0].rank == candidate.signature.rank
-    return confidence - (0.05 if close else 0.0)
+        for other in group
+    )
+    return candidate.confidence - (0.15 if from_outside else 0.0) - (0.1 if rivals else 0.0)
 
 
-def _runner_up(chosen: _Chosen, end: End, candidates: Sequence[Candidate]) -> tuple[str, str, float] | None:
+def _runner_up(
+    chosen: _Chosen, end: End, candidates: Sequence[Candidate], facts: Facts
+) -> tuple[str, str, float] | None:
     """Return the next likely cause: id, title and confidence; None if nothing is worth a line."""
     if end.well:
         return None
@@ -232,6 +234,16 @@ def _runner_up(chosen: _Chosen, end: End, candidates: Sequence[Candidate]) -> tu
     found = [(each.signature, each.confidence * 0.5) for each in candidates if each is not chosen.candidate]
     if chosen.candidate is not None:
         found += [(each, left * 0.5) for each in chosen.candidate.also]
+        if chosen.signature.id == endings.KILLED_UNCOUNTED:  # a person is as likely
+            found.append((all_signatures()[endings.KILLED], left))
+    if chosen.signature.id == endings.KILLED and kills_counted(facts.endings) is None:
+        found.append((all_signatures()[endings.KILLED_UNCOUNTED], left))
+    if any("NVRM: Xid" in each.text for each in facts.statements) and chosen.signature.family != "hardware":
+        found.append((all_signatures()[endings.XID], left * 0.95))
+    if (
+        facts.lost is not None and chosen.signature.family != "numerics"
+    ):  # printed before an exception of the user's code
+        found.append((all_signatures()[endings.TRAINING_LOST], left * 0.9))
     if end.cause is not None and end.cause != endings.STATUS_ONLY:
         found.append((all_signatures()[end.cause], end.confidence * 0.5))
     others = [

@@ -84,8 +84,15 @@ def last_words(facts: Facts) -> Statement | None:
     return next((each for each in reversed(facts.statements) if each.last and each.fatal is None), None)
 
 
+def unobserved(facts: Facts) -> bool:
+    """Return whether a supervised run had no process that could be observed, so that only its status is known."""
+    return facts.extra.get("observed") is False and not facts.extra.get("log_says_done")
+
+
 def of_good_end(facts: Facts) -> Iterator[str]:
     """Yield the sentences about a run that ended with status 0."""
+    if unobserved(facts):
+        yield "No process of it could be observed (a static program, `python -I`), so nothing says how it went."
     if (lost := not_saved(facts)) is not None:
         yield f"But {lost}."
     leak = newest_leak(facts)

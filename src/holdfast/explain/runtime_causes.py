@@ -204,7 +204,7 @@ def _of_status(status: int, kills: int | None, facts: Facts, ended: str) -> tupl
             f"{ended}, and the kernel's counter of kills for memory rose by {kills}",
         )
     if number == signal.SIGKILL and kills is None and _predicted(facts.events):
-        return endings.PREDICTED_OUT_OF_MEMORY, 0.75, f"{ended} while memory was running out"
+        return endings.KILLED_UNCOUNTED, 0.75, f"{ended} while memory was running out"
     confidence = 0.75
     if number == signal.SIGKILL:
         confidence = 0.7 if kills == 0 else 0.5  # without the counter it may have been the kernel, for memory

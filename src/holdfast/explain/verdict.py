@@ -37,7 +37,8 @@ class Verdict:
     title: str  # A few words
     summary: str  # what happened, one paragraph in plain words: what stopped it, when and where
     fix: str  # what to do, in the order of what to try first
-    confidence: float  # between 0 and 1
+    confidence: float  # that this is the cause, between 0 and 1; 0 for "unknown", which names none
+    class_confidence: float = 0.0  # that it is of this class
     evidence: tuple[Exhibit, ...] = ()  # what it rests on, the strongest first
     # id and title of the next best cause with its confidence, or None
     runner_up: tuple[str, str, float] | None = None

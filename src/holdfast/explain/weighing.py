@@ -15,27 +15,72 @@ Does not: look at how processes ended (see ``runtime_causes``), or choose (see `
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from holdfast.explain.evidence import Facts, Statement, is_own_code
+from holdfast.explain.logs.progress import is_progress
 from holdfast.explain.rules import all_rules
 from holdfast.explain.signature import Family, Signature
-from holdfast.explain.signatures import all_signatures, endings
+from holdfast.explain.signatures import all_signatures, endings, kinds_of_unknown
 
 CAUGHT = 4
 """The last tier."""
 _GENERIC_RANK = 90
 _STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
 _LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
+_SPECIFIC_KIND = 91  # the last rank of the kinds that one line shows by itself
+_HABIT = 4  # lines that differ only in numbers: a measure that is called an error
 _BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
 _ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"})
+_TELLING = (  # words of a line that is an error, the surest first
+    re.compile(
+        r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error (?:code|#)|error[:=<])"
+        r"|\*ERROR\*|\bassertion\b.{0,300}\bfailed\b|^error\b",
+        re.IGNORECASE,
+    ),
+    re.compile(
+        r"\b(?:failed|cannot|can't|could not|couldn't|unable to|denied|not found|no such|invalid|illegal|missing"
+        r"|doesn't match|does not match|doesn't support|does not support|not supported|unsupported|errors?|timed out"
+        r"|Xid)\b",
+        re.IGNORECASE,
+    ),
+    re.compile(
+        r"\b(?:no longer|not yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
+        r"|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden|unauthorized|than is available"
+        r"|doesn't|does not|assert|raise)\b",
+        re.IGNORECASE,
+    ),
+)
+_COUNTS = re.compile(  # errors, or is data
+    r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror[ _]rate\b|^\s*\{"
+    r"|\bskip(?:ped|ping)\b",
+    re.IGNORECASE,
+)
+_WARNED = re.compile(r"\bWARN(?:ING)?\b")
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
-_CERTAIN = (0.97, 0.93, 0.80, 0.70, 0.40)
-"""Confidence by tier. Set so that it agrees with the share that is right in benchmarks/results/verdicts.json."""
+Grounds = Literal["own words", "signature", "symptom", "cascade", "words", "open words", "line", "open line"]
+"""What a candidate rests on: an error of holdfast, which says what was found; a signature; one of a family whose
+failures mostly have their cause elsewhere; what follows from a failure elsewhere; the words of an exception or of a
+line that no signature knows, with a class that they show, or without."""
+SHARES: dict[Grounds, tuple[float, float]] = {
+    "own words": (0.97, 0.97),
+    "signature": (0.87, 0.97),
+    "symptom": (0.5, 0.93),
+    "cascade": (0.75, 0.96),
+    "words": (0.57, 0.95),
+    "open words": (0.68, 0.0),
+    "line": (0.53, 0.88),
+    "open line": (0.5, 0.0),
+}
+"""By grounds: the shares of right causes and of right classes among the failures of ``evals/world/design.jsonl``,
+drawn towards the mean of all; ``python -m evals.world.calibrate`` prints them. The first is no count."""
+_SYMPTOMS = frozenset({"out of memory", "crash", "device", "distributed", "autograd", "numerics"})
+_SHARE_OF_CAUGHT = 0.5
 # Characters that are searched: messages list keys of a state dict; no line of an error is so long.
 _MOST_OF_A_MESSAGE = 20_000
 _MOST_OF_A_LINE = 4_000
@@ -48,7 +93,6 @@ class Candidate:
     signature: Signature  # what is known about it
     statement: Statement  # what it was seen in
     tier: int  # see the module
-    confidence: float  # before it is compared with others and with how the process ended
     chain: tuple[Statement, ...] = ()  # all exceptions of its chain, the root first
     also: tuple[Signature, ...] = ()  # other signatures that fit the same statements, the best first
 
@@ -56,6 +100,30 @@ class Candidate:
     def generic(self) -> bool:
         """Return whether nearly everything could look like it."""
         return self.signature.rank >= _GENERIC_RANK
+
+    @property
+    def grounds(self) -> Grounds:
+        """Return what it rests on."""
+        signature = self.signature
+        if signature.id in all_rules():
+            return "own words"
+        if signature.id == endings.ERROR_LINE:
+            return "open line" if signature.family == "unknown" else "line"
+        if signature.id == endings.UNCAUGHT:
+            return "open words" if signature.family == "unknown" else "words"
+        if signature.role == "cascade":
+            return "cascade"
+        return "symptom" if signature.family in _SYMPTOMS else "signature"
+
+    @property
+    def confidence(self) -> float:
+        """Return how sure the cause is, before it is compared with others and with how the process ended."""
+        return SHARES[self.grounds][0] * (_SHARE_OF_CAUGHT if self.tier == CAUGHT else 1.0)
+
+    @property
+    def class_confidence(self) -> float:
+        """Return the same of its class."""
+        return SHARES[self.grounds][1] * (_SHARE_OF_CAUGHT if self.tier == CAUGHT else 1.0)
 
 
 def find_candidates(facts: Facts) -> list[Candidate]:
@@ -65,7 +133,30 @@ def find_candidates(facts: Facts) -> list[Candidate]:
         made = _of_own_rule(chain) or (_of_chain(chain) if chain[0].kind == "exception" else _of_line(chain[0]))
         if made is not None:
             found.append(made)
+    if all(each.tier == CAUGHT or each.signature.role == "confirmation" for each in found):
+        telling = _telling_line(facts.statements)
+        found += [_candidate(_unknown(telling), telling, 3, (telling,))] if telling is not None else []
     return _without_early(found)
+
+
+def _telling_line(statements: Sequence[Statement]) -> Statement | None:
+    """Return the line that reads most like an error, of those after the newest exception; None: none does."""
+    after = max((each.position for each in statements if each.kind == "exception"), default=-1)
+    lines = [each for each in statements if each.kind == "line"]
+    forms = collections.Counter(_form(each) for each in lines)
+    found: list[tuple[tuple[bool, bool, int], Statement]] = []
+    for each in (line for line in lines if line.position > after and line.fatal is None and not line.logged):
+        tier = next((tier for tier, words in enumerate(_TELLING) if words.search(each.text)), None)
+        counts = _COUNTS.search(each.text) is not None or is_progress(each.text)
+        if tier is not None and not counts and forms[_form(each)] < _HABIT:
+            known = any(kind.signature.rank <= _SPECIFIC_KIND for kind in _kinds_of(each))
+            found.append(((_WARNED.search(each.text) is not None, not known, tier), each))
+    late = [pair for pair in found if found[-1][1].position - pair[1].position <= _BURST_LINES]
+    return min(late, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def _form(line: Statement) -> str:
+    return re.sub(r"\d+", "#", line.text)
 
 
 def in_order(candidates: Iterable[Candidate], *, first_rank: int | None) -> list[Candidate]:
@@ -122,20 +213,28 @@ def _of_chain(chain: tuple[Statement, ...]) -> Candidate | None:
             return _candidate(signature, chain[index], tier, chain, tuple(others.values()))
     if first is None:
         return None
-    return _candidate(_unknown_exception(chain[first]), chain[first], tier, chain)
+    return _candidate(_unknown(chain[first]), chain[first], tier, chain)
 
 
-def _unknown_exception(statement: Statement) -> Signature:
-    """Return the signature of an exception that no entry knows: of the user's code only where its origin shows it."""
+def _unknown(statement: Statement) -> Signature:
+    """Return the words of an exception or a line as the cause, with the class that their kind shows, or with none.
+
+    Of the user's code only where the exception was raised there.
+    """
+    signature = all_signatures()[endings.UNCAUGHT if statement.kind == "exception" else endings.ERROR_LINE]
+    kinds = _kinds_of(statement)
+    if kinds:
+        kind = kinds[0].signature
+        return replace(signature, family=kind.family, means=kind.means, fix=kind.fix)
     own = bool(statement.frames) and is_own_code(statement.frames[-1])
-    return replace(all_signatures()[endings.UNCAUGHT], family="user code" if own else "unknown")
+    return replace(signature, family="user code" if own else "unknown")
 
 
 def _of_line(statement: Statement) -> Candidate | None:
     fitting = [match.signature for match in match_all(statement)]
     if not fitting:
         return None
-    tier = CAUGHT if statement.fatal is False else 3
+    tier = CAUGHT if statement.fatal is False or statement.logged else 3
     if tier == 3 and (fitting[0].rank <= _LOUD_RANK or statement.fatal):
         tier = 1
     return _candidate(fitting[0], statement, tier, (statement,), tuple(fitting[1:]))
@@ -148,20 +247,13 @@ def _candidate(
     chain: tuple[Statement, ...],
     also: tuple[Signature, ...] = (),
 ) -> Candidate:
-    confidence = _confidence(signature, tier)
-    return Candidate(
-        signature=signature, statement=statement, tier=tier, confidence=confidence, chain=chain, also=also
-    )
+    return Candidate(signature=signature, statement=statement, tier=tier, chain=chain, also=also)
 
 
 def _tier_of_exception(last: Statement) -> int:
     if last.fatal is not None:
         return 0 if last.fatal else CAUGHT
     return 1 if last.frames and not last.logged else 2
-
-
-def _confidence(signature: Signature, tier: int) -> float:
-    return _CERTAIN[tier] - (0.12 if signature.rank >= _GENERIC_RANK else 0.0)
 
 
 def _without_early(candidates: list[Candidate]) -> list[Candidate]:
@@ -195,7 +287,7 @@ def _without_early(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _moved(candidate: Candidate, tier: int) -> Candidate:
-    return replace(candidate, tier=tier, confidence=_confidence(candidate.signature, tier))
+    return replace(candidate, tier=tier)
 
 
 _OF_ANOTHER_RANK = "H114"  # follows from the failure of another, which may have left more than its text
@@ -289,6 +381,19 @@ class _Compiled:
 
 @functools.cache
 def _compiled() -> tuple[_Compiled, ...]:
+    return _compile(all_signatures().values())
+
+
+@functools.cache
+def _compiled_kinds() -> tuple[_Compiled, ...]:
+    return _compile(kinds_of_unknown())
+
+
+def _kinds_of(statement: Statement) -> list[Match]:
+    return _matches(statement, _compiled_kinds())
+
+
+def _compile(signatures: Iterable[Signature]) -> tuple[_Compiled, ...]:
     def of(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
         return tuple(re.compile(pattern, re.IGNORECASE) for pattern in patterns)
 
@@ -299,14 +404,18 @@ def _compiled() -> tuple[_Compiled, ...]:
             frames=of(each.frames),
             in_frames=tuple((re.compile(text, re.IGNORECASE), re.compile(frame)) for text, frame in each.in_frames),
         )
-        for each in all_signatures().values()
+        for each in signatures
         if each.patterns or each.in_frames
     )
 
 
 def match_all(statement: Statement) -> list[Match]:
     """Return every signature that fits a statement, the best first."""
-    found = [(each.order(statement), each.signature) for each in _compiled()]
+    return _matches(statement, _compiled())
+
+
+def _matches(statement: Statement, signatures: Iterable[_Compiled]) -> list[Match]:
+    found = [(each.order(statement), each.signature) for each in signatures]
     matches = [Match(order, signature) for order, signature in found if order is not None]
     return sorted(matches, key=lambda match: match.order)
 
@@ -320,6 +429,8 @@ def _matched(statement: Statement, patterns: tuple[re.Pattern[str], ...]) -> int
     texts = [statement.text[: _MOST_OF_A_MESSAGE if statement.kind == "exception" else _MOST_OF_A_LINE]]
     if statement.exception is not None:
         texts.append(f"{statement.exception}: {texts[0]}" if texts[0] else statement.exception)
+    if "\n" in texts[0]:  # who pasted it may have wrapped its lines
+        texts.append(" ".join(texts[0].split()))
     for text in texts:
         found = [match.end() - match.start() for pattern in patterns if (match := pattern.search(text)) is not None]
         if found:

@@ -19,6 +19,8 @@ from holdfast.explain.signatures import endings
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.explain.weighing import CAUGHT, Candidate
 
+_ITSELF = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
+"""Causes that are the words of what was seen."""
 _MOST_EXHIBITS = 10
 _MOST_CASCADES = 3
 _MOST_QUOTED = 160  # characters of a message inside the paragraph
@@ -32,7 +34,8 @@ class Judgement:
     facts: Facts  # all that is known
     end: End  # how it ended
     signature: Signature  # the cause
-    confidence: float  # between 0 and 1
+    confidence: float  # of the cause, between 0 and 1
+    class_confidence: float  # of its class
     candidate: Candidate | None  # what it was seen in, or None: only in how it ended
     candidates: tuple[Candidate, ...]  # all of them
     runner_up: tuple[str, str, float] | None  # as `Verdict.runner_up`
@@ -51,6 +54,7 @@ def in_words(made: Judgement) -> Verdict:
         summary=_summary(made, place),
         fix=_fix(made),
         confidence=made.confidence,
+        class_confidence=made.class_confidence,
         evidence=tuple(_exhibits(made)),
         runner_up=made.runner_up,
         tried=made.facts.tried,
@@ -82,9 +86,11 @@ def _title(made: Judgement) -> str:
         return "ended well, but its training has a fault" + (f": {rule.title}" if rule is not None else "")
     if signature.id == endings.ENDED_WELL and made.end.well and remarks.last_words(facts) is not None:
         return "ended well, but its last words are a traceback"
+    if signature.id == endings.ENDED_WELL and remarks.unobserved(facts):
+        return "ended with status 0, and nothing of it was observed"
     if signature.id == endings.STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
         return f"ended itself by sys.exit with status {made.end.status}"
-    if signature.id == endings.UNCAUGHT and made.candidate is not None:
+    if signature.id in _ITSELF and made.candidate is not None:
         return _cut(next(quoted(made.candidate.statement, most_lines=1), signature.title), _MOST_QUOTED)
     return signature.title
 
@@ -107,14 +113,15 @@ def _summary(made: Judgement, place: str) -> str:
         parts += remarks.of_interruption(made.facts)
     left = remarks.way_out(made.facts) if signature.id == endings.STATUS_ONLY else ""
     if candidate is None or not _is_of_holdfast(candidate):
-        parts.append(_sentence(left) if left else signature.means)
+        means = "" if signature.id == endings.ENDED_WELL and remarks.unobserved(made.facts) else signature.means
+        parts.append(_sentence(left) if left else means)
     if signature.id == endings.ENDED_WELL:
         parts += remarks.of_good_end(made.facts)
     parts += remarks.of_interference(made.facts)
     leak = _leak(made)
     if leak is not None and remarks.leak_place(leak):
         parts.append(_sentence(f"Memory was kept at {remarks.leak_place(leak)}"))
-    return " ".join(parts)
+    return " ".join(filter(None, parts))
 
 
 def _failed(candidate: Candidate, place: str) -> str:
@@ -125,7 +132,7 @@ def _failed(candidate: Candidate, place: str) -> str:
         who = "A Guard stopped it" if statement.fatal else "The last that is known of its Guard"
         return f"{who}: {_cut(first, _MOST_WHOLE)}"
     who = f"Rank {statement.rank}" if statement.rank is not None else "It"
-    if candidate.signature.id == endings.UNCAUGHT:
+    if candidate.signature.id in _ITSELF:
         raiser = statement.frames[-1] if statement.frames else None
         raised = f" (raised in {library_file(raiser)})" if raiser is not None and not is_own_code(raiser) else ""
         return f"{who} failed with {_cut(first, _MOST_WHOLE)}{f', at {place}' if place else ''}{raised}"
@@ -191,7 +198,7 @@ def _exhibits(made: Judgement) -> Iterator[Exhibit]:
 def _confirms(signature: Signature, other: Candidate) -> bool:
     if other.signature.role == "confirmation":
         return True
-    same = other.signature.id != endings.UNCAUGHT and other.signature.family == signature.family
+    same = other.signature.id not in _ITSELF and other.signature.family == signature.family
     return same and other.signature.role == "root" and other.tier < CAUGHT
 
 

@@ -16,7 +16,6 @@ from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json
 
-# Between the confidences of the tiers of evidence in ``explain.weighing``: 0.97 and 0.93, 0.80, 0.70, 0.40.
 _SURE = ((0.9, "almost certain"), (0.75, "very likely"), (0.6, "likely"), (0.4, "a guess"), (0.0, "a weak guess"))
 
 
@@ -49,6 +48,7 @@ def verdict_from(values: Mapping[str, Any]) -> Verdict:
         **{name: _text(values, name) for name in ("cause", "title", "summary", "fix", "where")},
         family=values["family"] if values.get("family") in FAMILIES else "unknown",
         confidence=_share(values.get("confidence")),
+        class_confidence=_share(values.get("class_confidence", values.get("confidence"))),
         evidence=tuple(map(_exhibit, evidence)),
         runner_up=(
             (str(runner_up[0]), str(runner_up[1]), _share(runner_up[2]))
@@ -83,11 +83,17 @@ def _share(value: object) -> float:
 
 
 def how_sure(verdict: Verdict) -> str:
-    """Return how sure a verdict is, in words and as a number.
-
-    Empty if the cause is unknown: how sure it is that nothing is known would be read as how sure the verdict is.
-    """
-    if verdict.family == "unknown":
+    """Return how sure a verdict is of its cause, and of its class where it names one; empty if it names neither."""
+    if not verdict.confidence:
         return ""
-    words = next(words for least, words in _SURE if verdict.confidence >= least)
-    return f"{words} ({verdict.confidence:.0%})"
+    cause, share = _in_words(verdict.confidence), f"{verdict.confidence:.0%}"
+    of_class = _in_words(verdict.class_confidence)
+    if verdict.family in ("unknown", "ended well") or verdict.class_confidence == verdict.confidence:
+        return f"{cause} ({share})"
+    if cause == of_class:
+        return f"{cause} ({share}, of its class {verdict.class_confidence:.0%})"
+    return f"{cause} ({share}), its class {of_class} ({verdict.class_confidence:.0%})"
+
+
+def _in_words(share: float) -> str:
+    return next(words for least, words in _SURE if share >= least)

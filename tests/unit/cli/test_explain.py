@@ -50,7 +50,7 @@ def test_a_log_is_explained_with_evidence_and_fix(log):
     """Cause, certainty, the quoted line with its place and the fix are shown; the exit code is the class."""
     explained = call(log)
     assert explained.exit_code == WRONG_SHAPE
-    for part in ("H965", "almost certain", SHAPES, "train.log:4", "What to change", "train.py:9 in step"):
+    for part in ("H965", "very likely", SHAPES, "train.log:4", "What to change", "train.py:9 in step"):
         assert part in explained.output
 
 

@@ -20,6 +20,7 @@ from holdfast.explain.rules import all_rules
 from holdfast.explain.signature import FAMILIES
 from holdfast.explain.signatures import all_signatures
 from holdfast.explain.verdict import Verdict
+from holdfast.explain.weighing import SHARES
 
 SHAPES = "mat1 and mat2 shapes cannot be multiplied (4x11 and 10x2)"
 TIMEOUT = (
@@ -56,6 +57,9 @@ def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
     """Ends that sound well, progress without words, retries, launchers, schedulers, buffers: see `logs.yaml`."""
     verdict = of_log(filled(case["log"]), case.get("status"))
     assert verdict.title == case.get("title", verdict.title)
+    if "next" in case:
+        assert verdict.runner_up is not None
+        assert verdict.runner_up[0] == case["next"]
     if "cause" in case:
         assert verdict.cause == case["cause"]
     elif "family" in case:
@@ -114,7 +118,7 @@ def test_a_plain_failure_is_named_with_its_place():
     assert verdict.where == "/home/me/train.py:9 in step"
     assert SHAPES in verdict.evidence[0].text
     assert verdict.evidence[0].source == "a.log:4"
-    assert verdict.confidence >= 0.9
+    assert (verdict.confidence, verdict.class_confidence) == SHARES["signature"]
     assert verdict.fix
 
 
@@ -187,7 +191,8 @@ EVENTS = st.builds(Event, kind=KINDS, global_step=st.just(1), unix_seconds=st.fl
 def test_any_facts_give_a_verdict(statements, endings, events):
     """Every mixture gives a known cause and a confidence between 0 and 1; a cascade never wins beside a good root."""
     verdict = judge(Facts(statements=tuple(statements), endings=tuple(endings), events=tuple(events)))
-    assert 0 < verdict.confidence < 1
+    assert 0 <= verdict.confidence < 1
+    assert verdict.class_confidence >= verdict.confidence or verdict.family == "unknown"
     assert verdict.family in FAMILIES
     assert verdict.exit_code == 0 or 10 < verdict.exit_code < 10 + len(FAMILIES)
     assert verdict.runner_up is None or verdict.runner_up[0] != verdict.cause

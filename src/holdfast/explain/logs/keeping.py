@@ -6,15 +6,17 @@ Lines are numbered as an editor numbers them. Does not: understand the lines (se
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Protocol
 
 _CHUNK_BYTES = 1 << 16
-_HEAD_BYTES = 2 << 20
+_HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 20
 _NEWEST_HITS_BYTES = 3 << 20
@@ -138,9 +140,10 @@ class _Hits:
         if not lines[-1]:
             lines.pop()
         kept_to = -1
+        with_word = _lines_with_words(lowered, lines)
         for index, line in enumerate(lines):
             number = first + index
-            if self._is_hit(line):
+            if index in with_word and self._is_hit(line):
                 after = _AFTER_TRACEBACK if _TRACEBACK in line else _AFTER
                 self._until = max(self._until, number + after)
                 for before in range(max(kept_to + 1, index - _BEFORE), index):
@@ -151,9 +154,7 @@ class _Hits:
             kept_to = index
 
     def _is_hit(self, line: bytes) -> bool:
-        lowered = line.lower() + b"\n"
-        if not any(word in lowered for word in _WORDS):
-            return False
+        lowered = line.lower()
         if _TRACEBACK in line:
             return True
         key = _DIGITS.sub(b"", lowered[:120])
@@ -175,6 +176,28 @@ class _Hits:
 
     def kept(self) -> list[LogLine]:
         return [*self._first, *self._newest]
+
+
+def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
+    """Return the indices of the lines of a block that have a word that errors have.
+
+    Word by word through the whole block: line by line takes ten times as long.
+    """
+    starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
+    found = set()
+    for word in _WORDS:
+        at = lowered.find(word)
+        while at >= 0:
+            index = bisect.bisect_right(starts, at) - 1
+            found.add(index)
+            at = lowered.find(word, starts[index + 1])
+    return found
+
+
+def relevant_lines(texts: Sequence[str]) -> set[int]:
+    """Return the indices of the lines that have a word that errors have."""
+    lines = [text.lower().encode("utf-8", errors="replace") for text in texts]
+    return _lines_with_words(b"\n".join([*lines, b""]), lines)
 
 
 def is_relevant(text: str) -> bool:

@@ -24,6 +24,10 @@ _RANK = re.compile(r"\[rank(\d+)\]:? ?")  # torch >= 2.2, on every line of a tra
 _TEE = re.compile(r"\[[A-Za-z_]\w{0,30}?(\d{1,5})\]:")  # torchrun --tee: [default0]:
 _MPI = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 _SRUN = re.compile(r"\s{0,4}(\d{1,5}): ")  # srun --label
+# Of Ray: (RayTrainWorker pid=4711, ip=10.0.0.2), and of pytest.
+_TEST_OR_RAY = re.compile(
+    r"\([\w.:]{0,60} ?pid=\d{1,10}(?:, ip=[\w.:-]{1,40})?\) |E {3,7}(?=[\w.]*(?:Error|Exception)\b)"
+)
 _KUBERNETES = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,30}) std(?:out|err) [FP] ")
 _GLOG = re.compile(r"([IWEFVC])(\d\d)(\d\d) (\d\d:\d\d:\d\d\.\d+) +\d+ [^\]\s]{1,300}\] ?")
 _DATE = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
@@ -37,6 +41,7 @@ _LEVEL = re.compile(
     r"(?:[\w.<>/]{1,80}(?::[\w.<>]{1,80}){0,2}\s+[-|]\s+|[\w.]{1,80}:(?=\S)|\[[\w.:/]{1,80}\]\s?)?"
 )
 _JSON_TRACEBACKS = ("exception", "exc_info", "exc_text", "stack_trace", "traceback", "error.stack_trace", "stack")
+_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")  # another writer's line
 _SHARE_LABELLED = 0.6  # of the lines that must begin like srun --label before their numbers are taken for ranks
 
 
@@ -71,6 +76,7 @@ def _parts(data: bytes) -> list[str]:
         inner = _inside_json(text)
         if inner is not None:
             return [_shortened(plain_text(line)) for line in inner.splitlines()]
+    text = _BEHIND_BAR.sub("\\1\r", text) if "|" in text else text
     pieces = [plain_text(piece) for piece in text.split("\r")]
     if len(pieces) > 1:
         last = len(pieces) - 1
@@ -102,6 +108,8 @@ def _shortened(text: str) -> str:
 def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     rank: int | None = None
     seconds: float | None = None
+    printed_by = _TEST_OR_RAY.match(text)
+    text = text[printed_by.end() :] if printed_by is not None else text
     patterns = (_RANK, _TEE, _MPI, _SRUN) if labelled else (_RANK, _TEE, _MPI)
     for _ in range(6):
         if not text or (text[0] in " \t" and not labelled):

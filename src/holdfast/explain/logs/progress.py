@@ -62,9 +62,8 @@ def is_progress(text: str) -> bool:
     """Return whether a line shows that the training went on, or is done."""
     if "Traceback (most recent call last)" in text:  # it began behind a progress bar
         return False
-    if is_end(text):
-        return True
-    return (is_progress_bar(text) or _PROGRESS.search(text) is not None) and not _NO_PROGRESS.search(text)
+    goes = _PROGRESS.search(text) is not None or is_progress_bar(text)
+    return (goes and not _NO_PROGRESS.search(text)) or is_end(text)
 
 
 def goes_on(text: str) -> bool:
@@ -128,18 +127,20 @@ def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float],
 
     Where any is called plainly ``loss`` or ``train_loss``, only these count: others are parts of it.
     """
-    found = list(_values(lines, _LOSS))
+    found = list(_values(lines, _LOSS, "loss"))
     plain = [each for each in found if _PLAIN_LOSS.fullmatch(each[0])]
     return tuple((number, value) for _, number, value in plain or found)
 
 
 def printed_norms(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
     """Return line and value of each norm of gradients, oldest first."""
-    return tuple((number, value) for _, number, value in _values(lines, _NORM))
+    return tuple((number, value) for _, number, value in _values(lines, _NORM, "norm"))
 
 
-def _values(lines: Sequence[tuple[int, str]], named: re.Pattern[str]) -> Iterator[tuple[str, int, float]]:
+def _values(lines: Sequence[tuple[int, str]], named: re.Pattern[str], word: str) -> Iterator[tuple[str, int, float]]:
     for number, text in lines:
+        if word not in text.lower():  # the pattern looks from every place
+            continue
         until = 0
         for match in named.finditer(text):
             if not _EVALUATION.search(text, until, match.end(1)):

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.explain.evidence import Ending, Statement
-from holdfast.explain.logs.keeping import Readable, is_relevant, keep_lines
+from holdfast.explain.logs.keeping import Readable, keep_lines, relevant_lines
 from holdfast.explain.logs.lines import CleanLine, clean_lines
 from holdfast.explain.logs.progress import Pulse, goes_on, is_end, is_progress_bar, printed_losses, printed_norms
 from holdfast.explain.logs.tracebacks import (
     HEADER,
     Raised,
     TracebackReader,
+    is_frame,
     is_syntax_error,
     split_exception,
     without_margins,
@@ -25,6 +26,7 @@ from holdfast.explain.logs.tracebacks import (
 _MOST_OF_A_KIND = 1_500  # statements that are lines, and that are exceptions: the first third and the newest
 _WENT_ON = 2  # lines of progress after a statement of the same process that show that it went on
 _MOST_MESSAGE = 20_000
+_SHORT = 100
 _MOST_LAST_LINE = 300
 _BUFFERED = 12  # lines of progress that other ranks or a summary print after a fatal exception, rather than more
 _BUFFERED_BY_RANKS = 400  # the same after a line of the scheduler: many ranks, 8 KiB of buffered lines each
@@ -36,7 +38,7 @@ _ALOUD = frozenset({"WARNING", "WARN", "ERROR", "CRITICAL", "FATAL"})
 _RETRY = re.compile(r"\b(?:retry|retrying|attempt #?\d+|restart(?:ing|ed)?|resum(?:e|es|ed|ing))\b", re.IGNORECASE)
 _SCHEDULER = re.compile(
     r"\bDUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE)\b|\boom[-_ ]kill event|\bslurmstepd: error: "
-    r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b"
+    r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b|\bWatchdog caught collective operation timeout\b"
 )
 _TOLD_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")  # logged as a warning
 _FIELD = re.compile(r"\s*(rank|exitcode)\s*:\s*(.*)$")  # of the table of torchrun
@@ -61,13 +63,15 @@ class LogText:
     last_line: str = ""  # that is no progress bar, cut, or an empty text
 
 
-def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
+def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool = False) -> LogText:
     """Return what a log says; of any size, in bounded memory.
 
     Args:
         stream: Opened for reading bytes.
         name: For the sources of statements, such as ``"train.log"``.
         first_number: Of the first line, if the stream does not begin with the log.
+        alone: Whether nothing else is known of the run: then each line of a short log counts, since who reports a
+            failure often quotes a message without the words that errors have.
     """
     kept = keep_lines(stream, first_number=first_number)
     lines = clean_lines(kept.lines)
@@ -77,7 +81,7 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
     done = _ended_well(lines)
     cut_off = ""
     for process in _by_rank(lines):
-        reader = _Process(process, name, done=done)
+        reader = _Process(process, name, done=done, alone=alone and len(lines) <= _SHORT)
         statements += reader.statements()
         endings += reader.endings
         cut_off = cut_off or reader.cut_off
@@ -132,13 +136,16 @@ def _bounded(statements: list[Statement]) -> list[Statement]:
 class _Process:
     """The lines of one rank, or of all that says no rank."""
 
-    def __init__(self, lines: Sequence[CleanLine], name: str, *, done: bool) -> None:
+    def __init__(self, lines: Sequence[CleanLine], name: str, *, done: bool, alone: bool) -> None:
         self._lines = without_margins(lines)
         self._name = name
         self._reader = TracebackReader(self._lines)
         self._pulse = Pulse([line.text for line in self._lines])
         self._done = done
-        self._newest_sign = max((i for i, line in enumerate(lines) if goes_on(line.text)), default=-1)
+        self._alone = alone
+        texts = [line.text for line in self._lines]
+        self._relevant = set(range(len(texts))) if alone else relevant_lines(texts)
+        self._newest_sign = next((i for i in reversed(range(len(lines))) if goes_on(lines[i].text)), -1)
         self.endings: list[Ending] = []
         self.cut_off = ""
 
@@ -170,7 +177,8 @@ class _Process:
         """Return the statements that begin at a line, and the index after them."""
         line = self._lines[index]
         text = line.text
-        if HEADER.search(text) or is_syntax_error(self._lines, index):
+        # A report often leaves out the header and the outer frames of a traceback.
+        if HEADER.search(text) or is_frame(text) or is_syntax_error(self._lines, index):
             raised, after = self._reader.read(index)
             if raised is None and after >= len(self._lines):
                 self.cut_off = self._newest_frame(index)
@@ -186,11 +194,11 @@ class _Process:
             return [], index + 1
         bare = split_exception(text)
         if bare is not None:
-            message, nested, after = self._reader.message(index, bare[1], bare=True)
+            message, nested, after = self._reader.message(index, bare[1], bare=not self._alone)
             raised = Raised(bare[0].rpartition(".")[2], message, (), line.number, [], line.unix_seconds)
             raised.take([nested] if nested is not None else [])
             return self._chain(raised, index, after), after
-        if text.strip() and is_relevant(text) and not is_progress_bar(text):
+        if index in self._relevant and text.strip() and not is_progress_bar(text):
             return [self._line(line, index)], index + 1
         return [], index + 1
 
@@ -198,11 +206,12 @@ class _Process:
         needed = _WENT_ON if self._done or not _SCHEDULER.search(line.text) else _BUFFERED_BY_RANKS
         fatal = False if self._pulse.after(last) >= needed else None
         quiet = line.level in _NOT_FATAL_LEVELS and not _TOLD_TO_END.search(line.text)
-        if quiet or _WARNING.match(line.text):
+        warned = quiet or _WARNING.match(line.text) is not None
+        if warned and (self._done or self._pulse.after(last)):
             fatal = False
         return Statement(
             text=line.shown.strip(), source=f"{self._name}:{line.number}", position=line.number,
-            unix_seconds=line.unix_seconds, rank=line.rank, fatal=fatal,
+            unix_seconds=line.unix_seconds, rank=line.rank, fatal=fatal, logged=warned,
         )  # fmt: skip
 
     def _chain(self, raised: Raised, first: int, after: int) -> list[Statement]:
@@ -245,7 +254,7 @@ def _first_failure(lines: Sequence[str]) -> list[Ending]:
     return [Ending(status=int(status[1]), pid=pid, rank=int(rank[0]) if rank else None, role="trainer")]
 
 
-def quoted(statement: Statement, *, most_lines: int = 4) -> Iterator[str]:
+def quoted(statement: Statement, *, most_lines: int = 6) -> Iterator[str]:
     """Yield the lines of a statement as evidence shows them: few, and not long."""
     head = statement.exception or ""
     if head and statement.text:

@@ -16,6 +16,7 @@ from holdfast.explain.logs.lines import CleanLine
 from holdfast.explain.logs.progress import is_progress
 
 _MOST_MESSAGE_LINES = 60
+_LEAST_WRAPPED = 40  # characters of a line after which people or their forms wrap it
 _MOST_CHAIN = 40  # exceptions kept that led to one: a recursion inside handlers links a thousand
 _MOST_NESTED = 16  # tracebacks inside the message of another, one in the other
 _MOST_FRAMES = 60  # kept of one traceback: the outermost and the innermost half
@@ -30,12 +31,13 @@ _LINK = re.compile(
     r"\s*(?:During handling of the above exception, another exception occurred:"
     r"|The above exception was the direct cause of the following exception:)"
 )
-EXCEPTION = re.compile(r"([A-Za-z_]\w*(?:\.(?:<locals>\.)?[A-Za-z_]\w*)*)(?:: ?(.*))?$", re.DOTALL)
+EXCEPTION = re.compile(r"([A-Za-z_]\w*(?:\.(?:<locals>\.)?[A-Za-z_]\w*)*)(?: ?: ?(.*))?$", re.DOTALL)
 _NAMED = re.compile(r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault)$")
 _SEPARATOR = re.compile(r"\s*\+[-+ \d.]*$")
 _ENDS_MESSAGE = re.compile(
     r'Exception ignored in|Exception in thread |Process [\w-]+:$|Fatal Python error|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
     r"|\S+\.py:\d+: \w*Warning: |terminate called after|Error executing job|slurmstepd|srun: |--- holdfast"
+    r"|(?:Killed|Terminated|Hangup)$|(?:Aborted|Segmentation fault|Bus error)\b"
 )
 _BUILTINS = {
     name for name, each in vars(builtins).items() if isinstance(each, type) and issubclass(each, BaseException)
@@ -69,11 +71,13 @@ class Raised:
 
 def split_exception(text: str) -> tuple[str, str] | None:
     """Return the dotted class and the message of ``Class: message``; None if it is no exception by its name."""
-    found = EXCEPTION.match(text)
+    found = EXCEPTION.match(text.lstrip() if text[:1] == " " and text[1:2] != " " else text)
     if found is None:
         return None
     name = found[1].rpartition(".")[2]
+    module = found[1].rpartition(".")[0].rpartition(".")[2]
     known = _NAMED.search(name) or name in _BUILTINS or (name == "Error" and "." in found[1])
+    known = known or (module in ("exc", "exceptions", "errors") and found[2] is not None)
     if known and not name.endswith("Warning"):
         return found[1], found[2] or ""
     return None
@@ -152,7 +156,8 @@ class TracebackReader:
         Args:
             at: Index of the line.
             first: What of the line belongs to the message.
-            bare: There was no traceback before it: then only lines that are indented belong to it.
+            bare: There was no traceback before it: then only lines that are indented belong to it, or that go on in
+                small letters where a long line was wrapped.
         """
         kept = [first]
         index = at + 1
@@ -165,7 +170,12 @@ class TracebackReader:
                 if start < len(self._text) and HEADER.search(self._text[start]):
                     nested, index = self.read(start)
                     return "\n".join(kept).strip(), nested, index
-            if self._ends_message(index) or (bare and text[:1] not in " \t"):
+            inner = EXCEPTION.match(text) if kept[-1].endswith(":") and split_exception(text) is not None else None
+            if inner is not None:  # "backend='inductor' raised:"
+                nested, index = self._exception(index, inner, ())
+                return "\n".join(kept).strip(), nested, index
+            wrapped = text[:1].islower() and len(self._text[index - 1]) >= _LEAST_WRAPPED
+            if self._ends_message(index) or (bare and not (text[:1] in " \t" or wrapped)):
                 break
             kept.append(text)
             index += 1
@@ -240,6 +250,12 @@ class TracebackReader:
 def _bounded(frames: list[Frame]) -> tuple[Frame, ...]:
     half = _MOST_FRAMES // 2
     return tuple(frames if len(frames) <= _MOST_FRAMES else frames[:half] + frames[-half:])
+
+
+def is_frame(text: str) -> bool:
+    """Return whether a line is a frame of a traceback, with the name of a function."""
+    found = _FRAME.match(text)
+    return found is not None and found[4] is not None
 
 
 def is_syntax_error(lines: Sequence[CleanLine], at: int) -> bool:

@@ -13,9 +13,10 @@ from importlib import resources
 from typing import Any
 
 from holdfast.explain.signature import Signature
-from holdfast.explain.signatures.endings import ENDED_WELL
+from holdfast.explain.signatures.endings import ENDED_WELL, UNCAUGHT
 from holdfast.explain.signatures.leaks import KINDS, signature_of
 
+_KINDS_OF_UNKNOWN = "kinds.yaml"
 WELL = Signature(
     id=ENDED_WELL, title="ended well", family="ended well", rank=90, means="The run came to its own end.",
     fix="Nothing is to be done.",
@@ -39,16 +40,27 @@ def all_signatures() -> dict[str, Signature]:
     return dict(sorted(found.items(), key=lambda pair: int(pair[0][1:])))
 
 
-def _entries() -> Iterator[dict[str, Any]]:
-    import yaml  # here: a process that only asks for the id of a leak does not need it
+@functools.cache
+def kinds_of_unknown() -> tuple[Signature, ...]:
+    """Return what gives a class to an exception, or a line of an error, that no signature knows."""
+    return tuple(_signature({"id": UNCAUGHT, **entry}) for entry in _read(_KINDS_OF_UNKNOWN))
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+def _entries() -> Iterator[dict[str, Any]]:
     for file in resources.files(__name__).iterdir():
-        if file.name.endswith(".yaml"):
-            entries = yaml.load(file.read_text(encoding="utf-8"), loader)  # noqa: S506 - both are safe loaders
+        if file.name.endswith(".yaml") and file.name != _KINDS_OF_UNKNOWN:
+            entries = _read(file.name)
             yield from entries
             if file.name == "leaks.yaml":
                 yield from map(_on_a_device, KINDS, entries)
+
+
+def _read(name: str) -> list[dict[str, Any]]:
+    import yaml  # here: a process that only asks for the id of a leak does not need it
+
+    text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+    entries: list[dict[str, Any]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+    return entries
 
 
 def _on_a_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
