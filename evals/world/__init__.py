@@ -3,8 +3,8 @@
 One entry a line: the text, shortened; the link; the cause in one sentence, established by the thread and written
 down before any verdict was made. ``accept``: ids of signatures that state this cause; ``line``: words of the line of
 the log that states it by itself, if one does; ``classes``: classes of causes that a fair judge accepts.
-``design.jsonl`` is what rules may be written from, ``sealed.jsonl`` what is looked at once, after that. Split by
-thread and project.
+``design.jsonl`` is what rules may be written from, ``sealed.jsonl`` what is looked at once, after that: until then it
+is only there as ``sealed.jsonl.xz``, and nobody unpacks it. Split by project.
 """
 
 from __future__ import annotations
