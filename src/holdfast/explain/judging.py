@@ -92,8 +92,10 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
     known = all_signatures()
     if end.status is None and end.cause is not None and not _ends_badly(roots, cascades):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
+    # The table of a launcher only says that a rank has failed: whatever a rank has said goes before it.
+    cascades = [each for each in cascades if each.signature.id != endings.LAUNCHER] or cascades
     root, cascade = next(iter(roots), None), next(iter(cascades), None)
-    timed_out = cascade is not None and cascade.tier < CAUGHT and cascade.signature.id == endings.COLLECTIVE_TIMEOUT
+    timed_out = any(each.tier < CAUGHT and each.signature.id == endings.COLLECTIVE_TIMEOUT for each in cascades)
     if timed_out or any(each.tier < CAUGHT and each.signature.id not in _OF_ABORTS for each in roots):
         # What failed or timed out aborts the process itself: the abort says no more than that.
         roots = [each for each in roots if each.signature.id not in _OF_ABORTS]
