@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -77,9 +78,12 @@ def progress_of(facts: Facts) -> Progress:
         state = "diverged"
     elif baseline is not None and best is not None:
         slowly = best < 0.995 * baseline and _still_falls(losses, noise)
-        state = "learning" if best < _CONSTANT * baseline or slowly else "constant"
+        surely = any(_beats_constant(site.gains) for site in facts.losses.values())
+        state = "learning" if best < _CONSTANT * baseline or slowly or surely else "constant"
     elif abs(start - end) < max(0.02 * abs(start), 0.5 * noise):
         state = "flat"
+    if facts.followed and state in ("constant", "flat"):
+        state = "unknown"  # the targets move with the model, and with them the loss
     return Progress(state=state, start=start, end=end, noise=noise, baseline=baseline, best=best)
 
 
@@ -89,6 +93,12 @@ def _still_falls(losses: list[float], noise: float) -> bool:
     size = len(half) // 2
     before, after = sum(half[:size]) / size, sum(half[-size:]) / size
     return before - after > noise / math.sqrt(size)
+
+
+def _beats_constant(gains: Sequence[float]) -> bool:
+    """Return whether the last half of the losses lies below the constant's on the same batches, for sure."""
+    late = gains[len(gains) // 2 :]
+    return len(late) >= 10 and statistics.fmean(late) > 2.5 * statistics.stdev(late) / math.sqrt(len(late))
 
 
 def _nearest_constant(facts: Facts) -> tuple[float, float] | tuple[None, None]:
