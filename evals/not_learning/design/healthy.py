@@ -182,7 +182,7 @@ class HealthySupervised(Programs):
 
     @healthy
     def next_to_nothing_to_learn(self) -> None:
-        """A correlation of 0.15, as of returns with their predictors; only a fiftieth of the variance follows them."""
+        """A correlation of 0.15, as of returns with their predictors; a fiftieth of the variance."""
         x = torch.randn(4000, 5)
         y = 0.15 * x[:, 0] + torch.randn(4000)
         model = nn.Linear(5, 1)

@@ -78,7 +78,7 @@ def progress_of(facts: Facts) -> Progress:
         state = "diverged"
     elif baseline is not None and best is not None:
         slowly = best < 0.995 * baseline and _still_falls(losses, noise)
-        surely = any(_beats_constant(site.gains) for site in facts.losses.values())
+        surely = any(_beats_constant(site.gains, 0.005 * baseline) for site in facts.losses.values())
         state = "learning" if best < _CONSTANT * baseline or slowly or surely else "constant"
     elif abs(start - end) < max(0.02 * abs(start), 0.5 * noise):
         state = "flat"
@@ -95,10 +95,11 @@ def _still_falls(losses: list[float], noise: float) -> bool:
     return before - after > noise / math.sqrt(size)
 
 
-def _beats_constant(gains: Sequence[float]) -> bool:
-    """Return whether the last half of the losses lies below the constant's on the same batches, for sure."""
+def _beats_constant(gains: Sequence[float], least: float) -> bool:
+    """Return whether the last half of the losses lies below the constant's on the same batches, by three errors."""
     late = gains[len(gains) // 2 :]
-    return len(late) >= 10 and statistics.fmean(late) > 2.5 * statistics.stdev(late) / math.sqrt(len(late))
+    error = statistics.stdev(late) / math.sqrt(len(late)) if len(late) >= 10 else math.inf
+    return statistics.fmean(late or [0.0]) > max(least, 3 * error)
 
 
 def _nearest_constant(facts: Facts) -> tuple[float, float] | tuple[None, None]:
