@@ -270,9 +270,11 @@ class LossObserver:
         if self._function in _CLASS_LOSSES and not target.is_floating_point():
             labels = target.detach().reshape(-1)[:_MOST_LABELS]
             seen = [label for label in labels.tolist() if label != ignored]
-            self._labels.update(seen)
-            logs = [math.log(self._labels[label] / self._labels.total()) for label in seen]
-            self._constant_now = -sum(logs) / len(logs) if logs else None
+            counts = Counter(seen)
+            self._labels.update(counts)
+            total = self._labels.total()
+            logs = [n * math.log(self._labels[label] / total) for label, n in counts.items()]
+            self._constant_now = -sum(logs) / len(seen) if seen else None
             if target.dim() == 1:
                 append_newest(self._distinct, (len(set(seen)), len(seen)))
         elif target.dtype.is_complex or self._function == "kl_div" or self._function in _CLASS_LOSSES:
