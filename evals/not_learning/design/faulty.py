@@ -9,7 +9,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from evals.not_learning import data, parts
 from evals.not_learning.program import Programs, adam, adamw, faulty, sgd, update
@@ -66,6 +66,27 @@ class FaultyLosses(Programs):
         model = nn.Sequential(*parts.mlp(64, 64, 10), nn.LogSoftmax(dim=0))
         criterion = nn.NLLLoss()
         self.fit(model, sgd(model, 0.1, momentum=0.9), data.batches((x, y), 48, 500), criterion)
+
+    @faulty("H842", shows="H828 H832")
+    def softmax_over_the_batch_by_hand(self) -> None:
+        """The probabilities of a class sum to 1 over the samples; a small number keeps the logarithm finite."""
+        model = parts.mlp(64, 64, 10)
+        stream = data.batches(data.digits(self.seed), 48, 500)
+        self.fit(
+            model, adam(model, 0.002), stream, lambda z, y: -(z.softmax(0).gather(1, y[:, None]) + 1e-8).log().mean()
+        )
+
+    @faulty("H862")
+    def targets_not_shifted(self) -> None:
+        """The text is cut into windows, and the model shall say which character it has just read."""
+        ids, size = data.library_text()
+        model = parts.Wired(
+            lambda self, x: self.head(self.rnn(self.table(x))[0]),
+            table=nn.Embedding(size, 24), rnn=nn.GRU(24, 48, batch_first=True), head=nn.Linear(48, size),
+        )  # fmt: skip
+        for _ in self.watched(range(420), model, adam(model, 0.005)):
+            x, _ = data.text_windows(ids, 16, 24)
+            self.update(F.cross_entropy(model(x).flatten(0, 1), x.flatten()))
 
     @faulty("H841", shows="H828 H832")
     def broadcast_in_mse(self) -> None:
@@ -143,6 +164,26 @@ class FaultyData(Programs):
         for _ in self.watched(range(8), model, sgd(model, 0.1, momentum=0.9)):
             for xb, yb in loader:
                 self.update(F.cross_entropy(model(xb), yb))
+
+    @faulty("H861")
+    def sampler_without_set_epoch(self) -> None:
+        """DistributedSampler draws its order from the number of the epoch, and nobody says which one it is."""
+        x, y, *_ = data.digits(self.seed)
+        sampler = DistributedSampler(range(len(x)), num_replicas=2, rank=0)
+        loader = DataLoader(TensorDataset(x, y), batch_size=32, sampler=sampler)
+        model = parts.mlp(64, 64, 10)
+        self.fit(model, adam(model, 0.001), data.endless(loader, 450), F.cross_entropy)
+
+    @faulty("H861")
+    def same_noise_for_every_batch(self) -> None:
+        """Seeded where a batch is augmented, so that the noise is one picture on top of all."""
+        model = parts.mlp(64, 64, 10)
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(0)
+            return F.cross_entropy(model(x + 0.3 * torch.randn(x.shape, generator=generator)), y)
+
+        self.descend(model, adam(model, 0.001), data.batches(data.digits(self.seed), 32, 400), loss)
 
     @faulty("H845", shows="H833")
     def same_batch_again_and_again(self) -> None:
@@ -251,6 +292,30 @@ class FaultyWiring(Programs):
             head=nn.Linear(48, 2),
         )
         self.fit(net, adam(net.head, 0.01), data.batches(data.spirals(self.seed), 64, 400), F.cross_entropy)
+
+    @faulty("H808", shows="H828 H832")
+    def only_the_body_in_the_optimizer(self) -> None:
+        """The new head is made after the list of parameters, and stays as it was drawn."""
+        net = parts.Wired(lambda self, x: self.head(self.body(x)), body=parts.mlp(64, 64, 64), head=nn.Linear(64, 10))
+        self.fit(net, adam(net.body, 0.002), data.batches(data.digits(self.seed), 64, 400), F.cross_entropy)
+
+    @faulty("H860", shows="H828 H832 H848")
+    def frozen_backbone_without_its_weights(self) -> None:
+        """The backbone was frozen, and its pretrained weights were never loaded."""
+        body = nn.Sequential(*parts.mlp(64, 128, 128, 128), nn.ReLU()).requires_grad_(False)
+        model = nn.Sequential(body, nn.Linear(128, 10))
+        self.fit(model, adam(model[1], 0.001), data.batches(data.digits(self.seed), 32, 400), F.cross_entropy)
+
+    @faulty("H859", shows="H825 H826 H827 H828 H832")
+    def clipped_before_backward(self) -> None:
+        model = small_net()
+        optimizer = sgd(model, 0.1)
+        for xb, yb in self.watched(data.batches(data.digits(self.seed), 32, 400), model, optimizer):
+            loss = F.cross_entropy(model(xb), yb)
+            optimizer.zero_grad()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            loss.backward()
+            optimizer.step()
 
     @faulty("H814", shows="H823 H828 H832")
     def features_through_numpy(self) -> None:

@@ -9,10 +9,10 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from evals.not_learning import data, parts
-from evals.not_learning.program import Programs, adam, adamw, healthy, sgd, update
+from evals.not_learning.program import Programs, adam, adamw, follow, healthy, sgd, update
 
 
 class LoRALinear(nn.Module):
@@ -180,6 +180,39 @@ class HealthySupervised(Programs):
         stream = data.batches((x, y), 64, 600)
         self.descend(model, optimizer, stream, lambda xb, yb: F.mse_loss(model(xb)[:, 0], yb))
 
+    @healthy
+    def next_to_nothing_to_learn(self) -> None:
+        """A correlation of 0.15, as of returns with their predictors; a fiftieth of the variance."""
+        x = torch.randn(4000, 5)
+        y = 0.15 * x[:, 0] + torch.randn(4000)
+        model = nn.Linear(5, 1)
+        stream = data.batches((x, y), 250, 1200)
+        self.descend(model, sgd(model, 0.1), stream, lambda xb, yb: F.mse_loss(model(xb)[:, 0], yb))
+
+    @healthy
+    def noise_that_is_drawn_anew(self) -> None:
+        """Each batch has noise of its own, from a generator that was seeded once; each epoch has its own order."""
+        generator = torch.Generator().manual_seed(0)
+        x, y, *_ = data.digits(self.seed)
+        sampler = DistributedSampler(range(len(x)), num_replicas=2, rank=0)
+        loader = DataLoader(TensorDataset(x, y), batch_size=32, sampler=sampler)
+        model = parts.mlp(64, 64, 10)
+        for epoch in self.watched(range(20), model, adam(model, 0.001)):
+            sampler.set_epoch(epoch)
+            for xb, yb in loader:
+                self.update(F.cross_entropy(model(xb + 0.3 * torch.randn(xb.shape, generator=generator)), yb))
+
+    @healthy
+    def logarithm_of_a_softmax_by_hand(self) -> None:
+        """Over the classes, and clipped between backward and step; the parts of the data come in a fixed order."""
+        x, y, *_ = data.digits(self.seed)
+        model = parts.mlp(64, 64, 10)
+        stream = data.endless(list(zip(x.split(32), y.split(32), strict=True)), 450)
+        self.descend(
+            model, sgd(model, 0.1), stream,
+            lambda xb, yb: -(model(xb).softmax(1).gather(1, yb[:, None]) + 1e-8).log().mean(), clip=1.0,
+        )  # fmt: skip
+
 
 class HealthyTechniques(Programs):
     """Healthy programs with labels and a technique: autocast, freezing, adapters, accumulation, distillation."""
@@ -202,6 +235,30 @@ class HealthyTechniques(Programs):
         model = nn.Sequential(backbone, nn.Linear(32 * 36, 10))
         optimizer = optim.Adam(filter(lambda p: p.requires_grad, model.parameters()), lr=0.001)
         self.fit(model, optimizer, data.batches((x, y), 50, 300), F.cross_entropy, frozen=["0"])
+
+    @healthy
+    def one_per_cent_on_a_trained_body(self) -> None:
+        """A frozen body that another task has trained, and a small new head."""
+        x, y, *_ = data.digits(self.seed)
+        body = nn.Sequential(*parts.mlp(64, 128, 128, 128), nn.ReLU())
+        before = nn.Sequential(body, nn.Linear(128, 5))
+        optimizer = adam(before, 0.002)
+        for xb, yb in data.batches((x, y % 5), 64, 200):
+            update(optimizer, F.cross_entropy(before(xb), yb))
+        model = nn.Sequential(body.requires_grad_(False), nn.Linear(128, 10))
+        self.fit(model, adam(model[1], 0.003), data.batches((x, y), 32, 400), F.cross_entropy)
+
+    @healthy
+    def next_characters(self) -> None:
+        """A language model as it should be: the targets are one character later than the inputs."""
+        ids, size = data.library_text()
+        model = parts.Wired(
+            lambda self, x: self.head(self.rnn(self.table(x))[0]),
+            table=nn.Embedding(size, 24), rnn=nn.GRU(24, 48, batch_first=True), head=nn.Linear(48, size),
+        )  # fmt: skip
+        for _ in self.watched(range(420), model, adam(model, 0.005)):
+            x, following = data.text_windows(ids, 16, 24)
+            self.update(F.cross_entropy(model(x).flatten(0, 1), following.flatten()))
 
     @healthy
     def lora_adapters(self) -> None:
@@ -324,6 +381,18 @@ class HealthyUnusual(Programs):
                 layer.requires_grad_(True)
                 optimizer.add_param_group({"params": layer.parameters(), "lr": 0.001})
             update(optimizer, F.cross_entropy(model(xb), yb))
+
+    @healthy
+    def targets_of_a_slow_copy(self) -> None:
+        """Values of states, learnt from a slow copy's value of the next state: the loss stays where it was."""
+        model = parts.mlp(4, 32, 1)
+        slow = copy.deepcopy(model).requires_grad_(False)
+        for _ in self.watched(range(500), model, adam(model, 0.001)):
+            state = torch.randn(64, 4)
+            with torch.no_grad():
+                target = torch.randn(64, 1) + 0.9 * slow(torch.randn(64, 4) + 0.5 * state)
+            self.update(F.smooth_l1_loss(model(state), target))
+            follow(slow, model, 0.01)
 
     @healthy
     def straight_through_quantisation(self) -> None:

@@ -66,6 +66,7 @@ class ModelFacts:
     never_gradient_count: int = 0
     never_gradient_weights: int = 0
     never_gradient_first: bool = False
+    still_drawn: list[str] = field(default_factory=list)  # frozen matrices, nearly all, as an initialiser draws them
     symmetric: list[str] = field(default_factory=list)  # weights whose rows are all equal
     changed: bool = False
     nonfinite_buffers: list[str] = field(default_factory=list)
@@ -124,6 +125,7 @@ class LossFacts:
     first: float | None = None
     values: list[float] = field(default_factory=list)
     baseline: float | None = None  # loss of the best constant prediction
+    gains: list[float] = field(default_factory=list)  # the loss of that constant on a batch, less that of the model
     signs: list[int] = field(default_factory=list)  # with which it enters the whole: 1 or -1
     labelled_calls: int = 0
     distinct_labels: float | None = None  # in a batch
@@ -153,6 +155,8 @@ class InputFacts:
     longest_repeat: int = 0
     compared_pairs: int = 0  # batches of a loader, each with the one before it
     repeated_pairs: int = 0
+    period: int = 0  # steps after which all batches come again, in the same order
+    periodic: int = 0  # batches that were seen again at that distance
     examined: int = 0  # calls whose values were looked at
     constant: int = 0  # of these, batches without difference between samples
     flat: int = 0  # batches that hold one value only
@@ -173,6 +177,10 @@ class Facts:
     objective: str = "minimize"
     backwards: int = 0
     backwards_since_step: int = 0
+    early_clips: int = 0  # steps in a row in which gradients were clipped before backward, and not after
+    permuted: int = 0  # how many numbers were put in a random order at once, at most
+    same_draws: dict[str, int] = field(default_factory=dict)  # random functions with one result; in how many steps
+    followed: bool = False  # a copy of the model is computed with in each step, and its weights change
     strays: int = 0  # trainable parameters that a model computes with and does not own
     optimizers: dict[str, OptimizerFacts] = field(default_factory=dict)
     models: dict[str, ModelFacts] = field(default_factory=dict)

@@ -7,6 +7,7 @@ returned without the mode. Rules judge what is collected here by the place of ea
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ _ROWS = 256
 # Nodes of the graph that move values without changing them, so that the node behind them is the real source.
 _MOVES = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Select", "Slice")
 _TURNS = ("Transpose", "Permute", "T")
-_REORDERS = (*_TURNS, "Index", "Gather", "Clamp")
+_REORDERS = (*_TURNS, "Index", "Gather", "Clamp", "ClampMin")
 _WITH_TARGET = (*_LOGIT_LOSSES, *_REGRESSION, "nll_loss", "binary_cross_entropy", "kl_div")
 # Losses whose targets are 1 and -1, and the place of the target among their arguments.
 _SIGNED_TARGETS = dict.fromkeys(("cosine_embedding_loss", "margin_ranking_loss"), 2) | dict.fromkeys(
@@ -46,15 +47,22 @@ _BACKWARD, _LOADING = (
     "backward",
     "_record_function_enter_new",
 )  # each batch of a torch loader is a range of the profiler
-_ALWAYS_SEEN = frozenset((*_WITH_TARGET, _BACKWARD, _LOADING))
-_SEEN = _ALWAYS_SEEN.union(_ACTIVATIONS, _LAYERS, _SIGNED_TARGETS, _NORMALISERS, _DIFFERENCES, ("ctc_loss",))
+_RANDOM = ("rand", "randn", "rand_like", "randn_like", "randint", "normal_", "uniform_")
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+_GRADIENT: Any = torch.Tensor.grad
+_READS = _GRADIENT.__get__
+_ALWAYS_SEEN = frozenset((*_WITH_TARGET, _BACKWARD, _LOADING, "randperm"))
+_SEEN = _ALWAYS_SEEN.union(
+    _ACTIVATIONS, _LAYERS, _SIGNED_TARGETS, _NORMALISERS, _DIFFERENCES, _RANDOM, ("ctc_loss", _READS.__name__)
+)
 
 
 class FunctionMode(TorchFunctionMode):
     """Sees calls while it is entered.
 
     Facts about losses go into `places`. Called are `on_activation` with the name and the output of each relu, tanh
-    and sigmoid, `on_backward` with the loss, and `on_weight` with each parameter that a layer computes with.
+    and sigmoid, `on_backward` with the loss, `on_weight` with each parameter that a layer computes with and whether
+    there is a graph, and `on_draw` with the name and the result of each function that draws random numbers.
     """
 
     def __init__(
@@ -62,15 +70,21 @@ class FunctionMode(TorchFunctionMode):
         places: LossPlaces,
         on_activation: Callable[[str, Tensor], None],
         on_backward: Callable[[Tensor], None],
-        on_weight: Callable[[torch.nn.Parameter], None] = lambda _: None,
+        on_weight: Callable[..., None] = lambda *_, **__: None,
+        on_draw: Callable[[str, Tensor], None] = lambda *_: None,
     ) -> None:
         super().__init__()
         self.closely = True  # else only the values and the targets of losses are looked at
         self.loaded = False
         """Whether a torch loader with workers was asked for a batch to train with, since this was last False."""
         self.in_backward = False
+        self.order = ""
+        """Of this step: c for each gradient that was clipped, b for each backward pass."""
+        self.permuted = 0
+        self._embedded: list[Tensor] = []  # in this pass, sequences only
         self._places = places
         self._on_activation, self._on_backward, self._on_weight = on_activation, on_backward, on_weight
+        self._on_draw = on_draw
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -83,6 +97,8 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == _BACKWARD and args and isinstance(args[0], Tensor):
             self._on_backward(args[0])
+            self.order += "b"
+            self._embedded.clear()
             self.in_backward = True
             try:
                 return func(*args, **kwargs)
@@ -92,6 +108,14 @@ class FunctionMode(TorchFunctionMode):
         if name == _LOADING:
             by_workers = "#_MultiProcessing" in str(args[0])  # the name of its class
             self.loaded = self.loaded or (by_workers and torch.is_grad_enabled())
+        elif name == "randperm":
+            self.permuted = max(self.permuted, result.numel())
+        elif func == _READS:
+            self.order += "c" if _is_clipping() else ""
+        elif name in _RANDOM:
+            self._on_draw(name, result)
+        elif name in _LAYERS:
+            self._layer(name, args, result)
         elif torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad:
             self._look(name, args, kwargs, result)
         return result
@@ -101,10 +125,6 @@ class FunctionMode(TorchFunctionMode):
             self._loss(name, args, kwargs, result)
         elif name in _ACTIVATIONS:
             self._on_activation(_ACTIVATIONS[name], result.detach())
-        elif name in _LAYERS:
-            for given in args:
-                if isinstance(given, torch.nn.Parameter):
-                    self._on_weight(given)
         elif name in _SIGNED_TARGETS:
             target = _argument(args, kwargs, _SIGNED_TARGETS[name], "target")
             if isinstance(target, Tensor):
@@ -116,6 +136,14 @@ class FunctionMode(TorchFunctionMode):
         elif name == "ctc_loss":
             given = _argument(args, kwargs, 0, "log_probs")
             self._note(name, positive=float(given.detach().max()) > 1e-4)
+
+    def _layer(self, name: str, args: Sequence[Any], result: Tensor) -> None:
+        graph = torch.is_grad_enabled() and result.requires_grad
+        for given in args:
+            if isinstance(given, torch.nn.Parameter):
+                self._on_weight(given, graph=graph)
+        if graph and name == "embedding" and args[0].dim() > 1 and args[0].shape[0] > 1:
+            self._embedded.append(args[0])
 
     def _note(self, name: str, **flags: bool) -> None:
         self._places.enter(name).note(flags)
@@ -132,7 +160,10 @@ class FunctionMode(TorchFunctionMode):
                 place.note({"broadcast": True}, shapes=f"{tuple(given.shape)} and {tuple(target.shape)}")
             plain = kwargs.get("weight") is None and not kwargs.get("label_smoothing")
             plain = plain and kwargs.get("pos_weight") is None and not (len(args) > 2 and args[2] is not None)
-            place.note_targets(target, ignored=kwargs.get("ignore_index", -100))
+            ignored = kwargs.get("ignore_index", -100)
+            place.note_targets(target, ignored=ignored)
+            if self.closely and name in _CLASS_LOSSES and len(self._embedded) == 1:  # a decoder embeds a second time
+                place.note({"copied_tokens": _are_tokens(target, self._embedded[0], ignored)})
             value = float(result.detach() if result.dim() == 0 else result.detach().float().mean())
             items = max(1, target.numel() if name in _CLASS_LOSSES else given.numel())
             value = value / items if reduction == "sum" else value
@@ -145,7 +176,7 @@ class FunctionMode(TorchFunctionMode):
         given = _argument(args, kwargs, 0, "input")
         if not (isinstance(given, Tensor) and given.requires_grad):
             return
-        source, dim, _ = source_of(given)
+        source, dim, _ = source_of(given, shifted=name == "log")
         over_batch = (
             source in ("Softmax", "LogSoftmax") and dim in (0, -2) and name == "log" and not _are_pairs(given)
         )
@@ -173,6 +204,20 @@ class FunctionMode(TorchFunctionMode):
             self._places.enter("difference").note({"broadcast": True}, shapes=shapes)
 
 
+def _is_clipping() -> bool:
+    """Return whether a gradient is read by one of torch's functions that clip, itself or in a list display."""
+    reader = sys._getframe(2)
+    frames = (reader, reader.f_back) if reader.f_code.co_name == "<listcomp>" else (reader,)
+    return any(frame is not None and frame.f_code.co_name in _CLIPPING for frame in frames)
+
+
+def _are_tokens(target: Tensor, tokens: Tensor, ignored: int) -> bool:
+    """Return whether each target that counts is the token at its own position."""
+    wanted, given = target.detach().reshape(-1), tokens.detach().reshape(-1)
+    counts = wanted != ignored
+    return wanted.shape == given.shape and bool(counts.any() and (wanted == given)[counts].all())
+
+
 def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str) -> Any:
     return args[place] if len(args) > place else kwargs.get(name)
 
@@ -198,6 +243,7 @@ class LossObserver:
         self._squares: Tensor | None = None
         self._count = 0
         self._deviations: list[float] = []
+        self._constant_now: float | None = None  # the loss of the best constant so far, on the newest targets
 
     def note(self, flags: dict[str, bool], *, shapes: str = "") -> None:
         """Count the flags that are true."""
@@ -216,13 +262,19 @@ class LossObserver:
         if math.isfinite(value):
             self.known.first = value if self.known.first is None else self.known.first
             append_newest(self.known.values, value)
+            if self._constant_now is not None:
+                append_newest(self.known.gains, self._constant_now - value)
 
     def note_targets(self, target: Tensor, *, ignored: int) -> None:
         """Add the targets of a call to what the best constant is computed from."""
         if self._function in _CLASS_LOSSES and not target.is_floating_point():
             labels = target.detach().reshape(-1)[:_MOST_LABELS]
             seen = [label for label in labels.tolist() if label != ignored]
-            self._labels.update(seen)
+            counts = Counter(seen)
+            self._labels.update(counts)
+            total = self._labels.total()
+            logs = [n * math.log(self._labels[label] / total) for label, n in counts.items()]
+            self._constant_now = -sum(logs) / len(seen) if seen else None
             if target.dim() == 1:
                 append_newest(self._distinct, (len(set(seen)), len(seen)))
         elif target.dtype.is_complex or self._function == "kl_div" or self._function in _CLASS_LOSSES:
@@ -242,7 +294,12 @@ class LossObserver:
             return
         self._sums, self._squares = self._sums + sums, self._squares + squares
         self._count += wide.shape[0]
+        mean, now = self._sums / self._count, wide.cpu()
+        if self._function in _BINARY:
+            p = mean.clamp(1e-12, 1 - 1e-12)
+            self._constant_now = -float((now * p.log() + (1 - now) * (1 - p).log()).mean())
         if self._function == "mse_loss":
+            self._constant_now = float((now - mean).square().mean())
             append_newest(self.known.target_sizes, float(wide.abs().max()))
         if self._function == "l1_loss":
             self._deviations.append(float((wide - wide.median(0).values).abs().mean()))
@@ -336,8 +393,10 @@ class LossPlaces:
         return {key: place.facts() if windows else place.known for key, place in self._places.items()}
 
 
-def source_of(tensor: Tensor) -> tuple[str, int | None, bool]:
+def source_of(tensor: Tensor, *, shifted: bool = False) -> tuple[str, int | None, bool]:
     """Return what made a tensor, behind views: the operation, its dimension if it has one, and if it was clamped.
+
+    `shifted`: also behind a sum with a number, such as the one that keeps a logarithm finite.
 
     Such as ``("Softmax", 1, False)``; the name is ``""`` for a tensor without a graph, and the dimension None where
     something reordered the axes in between.
@@ -347,7 +406,8 @@ def source_of(tensor: Tensor) -> tuple[str, int | None, bool]:
         if node is None:
             break
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
-        if name not in _MOVES and name not in _REORDERS:
+        raised = shifted and name == "Add" and sum(branch is not None for branch, _ in node.next_functions) == 1
+        if not (raised or name in _MOVES or name in _REORDERS):
             dim = getattr(node, "_saved_dim", None) if name in ("Softmax", "LogSoftmax") and not moved else None
             # Saved as an unsigned 64-bit number.
             return name, dim - 2**64 if dim is not None and dim >= 2**63 else dim, clamped

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -65,6 +66,10 @@ class ModelObserver:
         facts.never_gradient_weights = sum(p.numel() for p in never.values())
         facts.never_gradient_first = bool(never) and next(iter(never)) == learning[0][0]
         facts.symmetric = self._symmetric(learning)
+        still = {k: p for k, p in named if p.dim() > 1 and not (p.requires_grad or self._is_frozen(k))}
+        few = 0 < facts.weights < 0.05 * sum(p.numel() for p in still.values())
+        drawn = few and all(_as_drawn(p, self._start[k]) for k, p in still.items()) and not self._changed(still)
+        facts.still_drawn = list(still) if drawn else []
         facts.changed = self._changed(self._start)
         floating = [(k, b) for k, b in self.module.named_buffers() if b.is_floating_point() and "running" in k]
         facts.nonfinite_buffers = [self._prefix + k for k, b in floating if not bool(torch.isfinite(b).all())][:5]
@@ -100,3 +105,15 @@ class ModelObserver:
 
 def _never(layer: LayerFacts | None) -> bool:
     return layer is not None and layer.steps >= 10 and layer.with_gradient == 0  # catalogue 14
+
+
+def _as_drawn(weight: nn.Parameter, sample: Tensor) -> bool:
+    """Return whether weights are distributed as initialisers draw them, which training blurs; few may be anything."""
+    size, values = sample.numel(), sample.double()
+    spread = float(values.std()) if size > 1 else 0.0
+    if size < 256 or spread == 0:
+        return size < 256
+    uniform = abs(float(values.abs().max()) / (math.sqrt(3) * spread) - 1) < 1.8 / math.sqrt(size) + 0.005
+    usual = (1.0, 0.02, math.sqrt(2 / (weight.shape[0] * weight[0, 0].numel())))  # tables, transformers, convolutions
+    bell = abs(float((values / spread).pow(4).mean()) - 3) < 5 * math.sqrt(24 / size)
+    return uniform or (bell and any(abs(spread / each - 1) < 3 / math.sqrt(2 * size) for each in usual))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Concatenate, ParamSpec
@@ -22,7 +23,7 @@ from holdfast.learning.eager_hooks import LOST, EagerHooks, Hook, remove_all
 from holdfast.learning.facts import Facts
 from holdfast.learning.finding import Finding
 from holdfast.learning.functions import FunctionMode, LossPlaces, unscaled
-from holdfast.learning.inputs import InputObserver
+from holdfast.learning.inputs import InputObserver, fingerprint
 from holdfast.learning.layers import ActivationObserver, LayerObserver
 from holdfast.learning.measures import median
 from holdfast.learning.models import ModelObserver
@@ -116,11 +117,17 @@ class Observer:
         self._schedulers = {name: SchedulerObserver(each) for name, each in (schedulers or {}).items()}
         self._inputs = {name: InputObserver() for name in models}
         self._layers, self._activations, self._losses = LayerObserver(names), ActivationObserver(), LossPlaces()
-        self.mode = FunctionMode(self._losses, self._on_activation, self._on_backward, self._on_weight)
+        self.mode = FunctionMode(self._losses, self._on_activation, self._on_backward, self._on_weight, self._on_draw)
         self.hooks = EagerHooks(self.mode, lost=compiled)
         self._step_hooks: list[RemovableHandle] = []
         self._inside = False  # a model's own forward is running
         self._owned, self._strays = set[int](), set[int]()
+        self._held, self._shapes = set[int](), set[torch.Size]()  # of what the optimizers hold
+        self._copies: dict[int, int] = {}  # first fingerprints of weights that no optimizer holds
+        self._copied, self._examined = set[int](), 0  # steps with such, steps that were examined
+        self._copies_change = False
+        self._draws: Counter[str] = Counter()  # of this step
+        self._first_draws: dict[str, int] = {}
         self._path: list[str] = []  # of the modules that run
         self._calls = 0
         self._ticks = self._observed = 0
@@ -193,12 +200,17 @@ class Observer:
         self._sampled, self._inside = True, False
         self._calls = 0
         self._path.clear()
+        self._draws.clear()
+        self.mode.order = ""
         for inputs in self._inputs.values():
             inputs.begin_step(self._ticks)
         self._begin_pass()
         self.mode.closely = is_sampled(self._ticks, len(self._optimizers), EXAMINED)
         if self.mode.closely:
-            self._owned = set().union(*self._ids())
+            owned, self._held = self._ids()
+            self._owned = owned | self._held
+            self._shapes = {p.shape for each in self._optimizers.values() for p in each.parameters()}
+            self._examined += 1
         self.hooks.begin_step(self._hook_modules())
 
     def _begin_pass(self) -> None:
@@ -238,9 +250,22 @@ class Observer:
         if not self.mode.in_backward:
             self._activations.note(function, self._path[-1] if self._path else "", output)
 
-    def _on_weight(self, weight: nn.Parameter) -> None:
-        if self._inside and weight.requires_grad and weight.is_leaf and id(weight) not in self._owned:
+    @_harmless
+    def _on_weight(self, weight: nn.Parameter, *, graph: bool) -> None:
+        if graph and self._inside and weight.requires_grad and weight.is_leaf and id(weight) not in self._owned:
             self._strays.add(id(weight))
+        if not graph and id(weight) not in self._held and weight.shape in self._shapes:
+            seen = fingerprint(weight)
+            self._copies_change = self._copies_change or self._copies.setdefault(id(weight), seen) != seen
+            self._copied.add(self._ticks)
+
+    @_harmless
+    def _on_draw(self, function: str, result: Tensor) -> None:
+        self._draws[function] += 1
+        many = result.numel() >= (1 if result.is_floating_point() else 16)  # a few whole numbers are equal by chance
+        if many and self._draws[function] <= _CALLS_PER_STEP and not isinstance(result, nn.Parameter):
+            call, seen, same = f"{function}#{self._draws[function]}", fingerprint(result), self._facts.same_draws
+            same[call] = same.get(call, 0) + 1 if self._first_draws.setdefault(call, seen) == seen else -(10**9)
 
     @_harmless
     def _on_backward(self, loss: Tensor) -> None:
@@ -319,6 +344,9 @@ class Observer:
     def _end(self) -> None:
         self._ticks += 1
         sampled, self._sampled, self.mode.loaded = self._sampled, False, False
+        if sampled and "c" in (order := self.mode.order):
+            early = order.startswith("c") and order.endswith("b")
+            self._facts.early_clips = self._facts.early_clips + 1 if early else 0
         if sampled:
             self.hooks.end_step()
         self._observed += sampled
@@ -340,7 +368,8 @@ class Observer:
         owned, held = self._ids()
         facts = self._facts
         facts.steps = self.steps
-        facts.strays = len(self._strays)
+        facts.strays, facts.permuted = len(self._strays), self.mode.permuted
+        facts.followed = self._copies_change and len(self._copied) >= 0.8 * self._examined
         facts.layers = self._layers.facts(windows=windows)
         facts.optimizers = {name: each.facts(owned, windows=windows) for name, each in self._optimizers.items()}
         facts.models = {name: each.facts(held, facts.layers) for name, each in self._models.items()}

@@ -95,3 +95,18 @@ def test_equal_answers_to_different_samples_are_seen(batch: Tensor, answer: Tens
     """Only where the samples differ and there is an answer for each does an equal answer say something."""
     facts = after(batch, answers=answer)
     assert (facts.answers, facts.same_answers) == counted
+
+
+@pytest.mark.parametrize(
+    ("order", "found"),
+    [
+        ([*range(10)] * 3, (10, 20)),
+        ([*range(10), *reversed(range(10)), *range(10)], (0, 0)),
+        ([*range(30)], (0, 0)),
+        ([0] * 9, (1, 8)),
+    ],
+)
+def test_an_order_that_comes_again_has_a_period(order: list[int], found: tuple[int, int]) -> None:
+    """Equal batches at one distance, and none that differs there; another order of the same batches has none."""
+    facts = after(*(torch.full((4, 2), float(batch)) for batch in order))
+    assert (facts.period, facts.periodic) == found

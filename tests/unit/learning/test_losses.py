@@ -44,6 +44,8 @@ FLAGS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
     ("kl_div#1", "positive", lambda z: F.kl_div(z.softmax(1), ONES / C, reduction="batchmean")),
     ("log_softmax#1", "softmax_input", lambda z: -z.softmax(1).log_softmax(1)[:, 0].mean()),
     ("log#1", "batch_axis", lambda z: -torch.log(z.softmax(0)[range(N), LABELS]).mean()),
+    ("log#1", "batch_axis", lambda z: -(z.softmax(0).gather(1, LABELS[:, None]) + 1e-8).log().mean()),
+    ("log#1", "batch_axis", lambda z: -z.softmax(0).clamp_min(1e-8).log()[range(N), LABELS].mean()),
     (LOGITS, "sigmoid_source", lambda z: with_logits(z.sigmoid().view(-1), ONES.view(-1))),
     (LOGITS, "target_out_of_range", lambda z: with_logits(z, 2 * ONES)),
     (LOGITS, "unit_range", lambda z: with_logits(z.square() / (1 + z.square()), ONES)),

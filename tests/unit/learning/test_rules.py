@@ -52,7 +52,7 @@ HEALTHY = {
 }  # fmt: skip
 FLAGS = (
     "beyond_", "target_out", "softmax_input", "rectified", "sigmoid_", "unit_", "positive", "not_norm", "broadcast",
-    "batch_axis", "clamped",
+    "batch_axis", "clamped", "copied",
 )  # fmt: skip
 
 
@@ -201,6 +201,9 @@ def test_a_slow_starter_is_forgiven_by_the_next_judgement() -> None:
         ({"objective": "adversarial", **UNLEARNT}, "unknown"),
         ({"optimizers": PLAYERS}, "unknown"),
         ({"optimizer": {"losses": STILL}, "site": {"baseline": None}}, "flat"),
+        ({"optimizer": {"losses": STILL}, "site": {"baseline": None}, "followed": True}, "unknown"),
+        (with_(UNLEARNT, site={"gains": [0.02, 0.01] * 20}), "learning"),
+        (with_(UNLEARNT, site={"gains": [0.02, -0.02] * 20}), "constant"),
     ],
 )
 def test_progress_is_read_from_losses_only_where_their_level_means_something(

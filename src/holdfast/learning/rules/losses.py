@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from holdfast.learning.facts import Facts, InputFacts, LossFacts, OptimizerFacts
 from holdfast.learning.finding import Finding
 from holdfast.learning.rules.optimizers import gradient_first
-from holdfast.learning.rules.registry import Say, checks
+from holdfast.learning.rules.registry import Say, advice_if, checks
 
 _FEWEST = 3
 """Calls before a habit is known from a batch: catalogue 38."""
@@ -145,6 +145,16 @@ def _outside_of_range(_: Facts, say: Say, place: str, site: LossFacts) -> Iterat
         what = "kl_div takes log-probabilities as its first argument, and is given values above 0"
         fix = "pass log_softmax(...) first; the target is a probability unless log_target=True."
         yield say(what, fix, place)
+
+
+@checks(rule="H862", tier="window", severity="note", kind="cause", confidence=0.8, each="losses")
+def _targets_are_the_inputs(_: Facts, say: Say, place: str, site: LossFacts) -> Iterator[Finding]:
+    if site.always("copied_tokens", 5):
+        # An autoencoder means it, but has to press its input through something narrow.
+        copied = site.first is not None and site.values[-1] < 0.1 * site.first
+        what = "every target is the input token at its own position: the model has to copy, not to predict"
+        fix = "shift: tokens[:, :-1] are the inputs, tokens[:, 1:] the targets."
+        yield say(what, fix, place, severity=advice_if(copied))
 
 
 @checks(rule="H807", tier="window", severity="advice", kind="cause", confidence=0.85, each="losses")

@@ -118,6 +118,16 @@ def _gradient_reversed(_: Facts, say: Say, name: str, optimizer: OptimizerFacts)
             yield say(what, fix, name)
 
 
+@checks(rule="H859", tier="contract", severity="advice", kind="cause", confidence=0.9)
+def _clipped_too_early(facts: Facts, say: Say) -> Iterator[Finding]:
+    # With several optimizers one may clip what another step's backward pass has left.
+    if facts.early_clips >= _IN_ALL and len(facts.optimizers) == 1:
+        what = (
+            f"in {facts.early_clips} observed steps gradients were clipped before backward made them, and not after"
+        )
+        yield say(what, "clip between backward (with a loss scaler: unscale_) and optimizer.step().")
+
+
 @checks(rule="H819", tier="contract", severity="advice", kind="cause", confidence=0.85, each="optimizers")
 def _learning_rate_gone(facts: Facts, say: Say, name: str, optimizer: OptimizerFacts) -> Iterator[Finding]:
     steps, whole = optimizer.steps, facts.total_steps

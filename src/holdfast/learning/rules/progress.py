@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -77,9 +78,12 @@ def progress_of(facts: Facts) -> Progress:
         state = "diverged"
     elif baseline is not None and best is not None:
         slowly = best < 0.995 * baseline and _still_falls(losses, noise)
-        state = "learning" if best < _CONSTANT * baseline or slowly else "constant"
+        surely = any(_beats_constant(site.gains, 0.005 * baseline) for site in facts.losses.values())
+        state = "learning" if best < _CONSTANT * baseline or slowly or surely else "constant"
     elif abs(start - end) < max(0.02 * abs(start), 0.5 * noise):
         state = "flat"
+    if facts.followed and state in ("constant", "flat"):
+        state = "unknown"  # the targets move with the model, and with them the loss
     return Progress(state=state, start=start, end=end, noise=noise, baseline=baseline, best=best)
 
 
@@ -89,6 +93,13 @@ def _still_falls(losses: list[float], noise: float) -> bool:
     size = len(half) // 2
     before, after = sum(half[:size]) / size, sum(half[-size:]) / size
     return before - after > noise / math.sqrt(size)
+
+
+def _beats_constant(gains: Sequence[float], least: float) -> bool:
+    """Return whether the last half of the losses lies below the constant's on the same batches, by three errors."""
+    late = gains[len(gains) // 2 :]
+    error = statistics.stdev(late) / math.sqrt(len(late)) if len(late) >= 10 else math.inf
+    return statistics.fmean(late or [0.0]) > max(least, 3 * error)
 
 
 def _nearest_constant(facts: Facts) -> tuple[float, float] | tuple[None, None]:

@@ -12,7 +12,7 @@ _SETTLED = 3
 """Steps after which a gradient that has not come will not come for another reason than a fault of the set-up."""
 
 
-@checks(rule="H808", tier="contract", severity="note", kind="cause", confidence=0.5)
+@checks(rule="H808", tier="contract", severity="note", kind="cause", confidence=0.8)
 def _weights_outside(facts: Facts, say: Say) -> Iterator[Finding]:
     if facts.steps < _SETTLED:
         return
@@ -24,11 +24,21 @@ def _weights_outside(facts: Facts, say: Say) -> Iterator[Finding]:
         if not model.outside_count:
             continue
         share = model.outside_weights / max(1, model.weights)
-        served = model.outside_with_gradient > 0 and 0.5 < share < 1 and not model.outside_changed
+        served = model.outside_with_gradient > 0 and share < 1 and not model.outside_changed
         what = f"{model.outside_count} trainable parameter(s), {share:.0%} of the weights, are in no optimizer: "
         what += ", ".join(model.outside)
         fix = "pass them to the optimizer, or call requires_grad_(False) on them if they are meant to stay."
         yield say(what, fix, name, severity=advice_if(served))
+
+
+@checks(rule="H860", tier="contract", severity="advice", kind="cause", confidence=0.75, each="models")
+def _learns_beside_noise(facts: Facts, say: Say, name: str, model: ModelFacts) -> Iterator[Finding]:
+    # One or two layers of random features, or a reservoir, are meant so; a backbone has more.
+    if len(model.still_drawn) >= 3 and facts.steps >= _SETTLED:
+        count = len(model.still_drawn)
+        what = f"less than 5% of the weights learn; the {count} frozen matrices are as an initialiser draws them: "
+        fix = "load the pretrained weights before freezing, or do not freeze; name in frozen= what is meant so."
+        yield say(what + ", ".join(model.still_drawn[:5]), fix, name)
 
 
 @checks(rule="H809", tier="contract", severity="error", kind="cause", confidence=0.95, each="optimizers")

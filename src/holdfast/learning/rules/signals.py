@@ -12,6 +12,7 @@ from holdfast.learning.rules.registry import Say, advice_if, checks
 
 _BATCHES, _EXAMINED, _PAIRS = 20, 12, 10
 """Observed batches, those looked at closely, and pairs of them, before something is said about the data."""
+_FEWEST_BATCHES = 8  # of an epoch: fewer may be the whole data in parts
 _FEWEST_UTTERANCES, _PLAYED = 8, 30  # the latter: losses and gradients of each player
 
 
@@ -73,6 +74,22 @@ def _workers_repeat(_: Facts, say: Say, name: str, given: InputFacts) -> Iterato
         what = f"{pairs} of {seen} observed batches are equal to the one that the loader gave before"
         fix = "give each worker its own seed (worker_init_fn), also for numpy's random numbers."
         yield say(what, fix, name)
+
+
+@checks(rule="H861", tier="window", severity="note", kind="cause", confidence=0.75)
+def _chance_repeats(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, given in facts.inputs.items():
+        if given.period >= _FEWEST_BATCHES and given.periodic >= 6:
+            what = f"each epoch of {given.period} batches has the same batches in the same order"
+            fix = "shuffle anew: sampler.set_epoch(epoch), and one generator for the run, not one for each epoch."
+            # Data that are read in their own order may be meant so; one that was drawn at random is not.
+            drawn = facts.permuted > 4 * given.batch
+            yield say(what, fix, name, severity=advice_if(drawn))
+        again = {call: steps for call, steps in facts.same_draws.items() if steps >= 6 and given.different > 2}
+        if again:
+            what = f"{', '.join(again)} gave the same random numbers in all {max(again.values())} examined steps"
+            fix = "seed once, before the loop: an augmentation that is seeded in each step is always the same."
+            yield say(what, fix, f"{name} random numbers", severity="advice")
 
 
 @checks(rule="H847", tier="window", severity="note", kind="cause", confidence=0.8)
