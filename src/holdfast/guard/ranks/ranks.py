@@ -269,14 +269,14 @@ class Ranks(OneRank):
 
     def falls_behind(self) -> bool:
         """Note that the optimizer has failed half-way; return whether the state of another rank will be taken."""
+        if self._model.why_not_alone is not None:
+            raise without_help("each rank holds weights that no other has")
         self._is_behind = True
         return True
 
     def _catch_up(self, behind: list[bool]) -> None:
         """Take the state of a rank that has stepped, where one has not; all of them do so at the same place."""
         if any(behind):
-            if self._model.why_not_alone is not None:
-                raise without_help("each rank holds weights that no other has")
             self.spare_memory()
             take_state(self._optimizer, healthy(behind), self._messages, self._model.group, self._model.device)
             self._is_behind = False
