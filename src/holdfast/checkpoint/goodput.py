@@ -1,4 +1,4 @@
-"""How often to save, and which share of the time of a long run trains it: closed forms, and durations as text.
+"""How often to save, and which share of the time of a long run trains it: closed forms.
 
 Time is lost to saving, to work that was done after the newest checkpoint when a failure came, and to restarting.
 Failures come at random with a constant rate (exponential), also while the run saves or restarts. Stdlib only. The
@@ -12,13 +12,8 @@ same run, played event by event, is in ``benchmarks/goodput.py``.
 from __future__ import annotations
 
 import math
-import re
 
 from holdfast.core.errors import PolicyError
-
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0, "y": 31_557_600.0}
-_WORDS = {"sec": "s", "second": "s", "minute": "min", "hour": "h", "day": "d", "week": "w", "year": "y"}
-_DURATION = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-z]+)")
 
 
 def optimal_interval_seconds(
@@ -104,28 +99,3 @@ def _check_costs(save: float, between_failures: float, restart: float) -> None:
 
 def _impossible(name: str, value: float, limit: str) -> PolicyError:
     return PolicyError(f"{name}={value:g}", limit=limit, fix="pass what was measured, in seconds.", rule="H706")
-
-
-def parse_seconds(text: str) -> float:
-    """Return the seconds that ``"3.1h"``, ``"20 min"`` or ``"54 days"`` mean; a bare number is seconds.
-
-    Raises:
-        PolicyError: H705.
-
-    Example:
-        >>> parse_seconds("1.5h")
-        5400.0
-    """
-    bare = text.strip().lower()
-    found = _DURATION.fullmatch(bare + ("" if bare[-1:].isalpha() else "s"))  # not any letter: 1e6 is a bare number
-    word = "" if found is None else found[2]
-    single = word if word == "s" else word.removesuffix("s")
-    unit = _SECONDS.get(_WORDS.get(single, single))
-    if found is None or unit is None:
-        raise PolicyError(
-            f"{text!r} cannot be read",
-            limit="a duration is a number and one of s, min, h, d, w, y",
-            fix="write 3.1h, 20min or 54d.",
-            rule="H705",
-        )
-    return float(found[1]) * unit

@@ -10,7 +10,7 @@ from benchmarks.goodput_simulation import simulate_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.goodput import effective_training_time_ratio, optimal_interval_seconds, parse_seconds
+from holdfast.checkpoint.goodput import effective_training_time_ratio, optimal_interval_seconds
 from holdfast.checkpoint.interval import IntervalChooser, SaveInterval
 from holdfast.core.errors import PolicyError
 
@@ -52,20 +52,6 @@ def test_the_formula_and_the_simulation_agree() -> None:
             assert played == pytest.approx(exact, rel=0.005)
             assert played == pytest.approx(exact, abs=4 * error)
     assert tried > 25
-
-
-def test_durations_as_people_write_them() -> None:
-    """Units may be words, and a bare number is seconds."""
-    texts = ("90", "1e3", "1.5min", "2 hours", "1e-1 d", "1 Week", ".5s")
-    assert [parse_seconds(text) for text in texts] == [90.0, 1000.0, 90.0, 7200.0, 8640.0, 604_800.0, 0.5]
-
-
-@pytest.mark.parametrize("text", ["", "h", "-3h", "3 m", "3h 20min", "nan", "inf"])
-def test_a_duration_that_cannot_be_read_is_said(text) -> None:
-    """A text that is no duration is H705 with an example."""
-    with pytest.raises(PolicyError, match="20min") as found:
-        parse_seconds(text)
-    assert found.value.rule == "H705"
 
 
 @pytest.mark.parametrize(
