@@ -42,7 +42,7 @@ class Messages:
     """Carries values between the ranks, and the text of the first error."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = self._rank = rank
+        self.rank = rank
         self._ranks = range(world_size)
         self.others = [other for other in self._ranks if other != rank]
         # torchrun keeps its store when it starts all again, and what they said before would be heard.
@@ -118,8 +118,8 @@ class Messages:
         if not self.has_left:
             number = next(self._topics[""])
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{number}/{self._rank}", "")
-                if self._rank == 0:
+                self._store.set(f"{number}/{self.rank}", "")
+                if self.rank == 0:
                     self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
 
     def exchange(self, topic: str, value: Any, among: str = "") -> list[Any]:
@@ -127,20 +127,20 @@ class Messages:
         if self.has_left:
             raise self._gone(_LEFT)
         number = next(self._topics[among])
-        self._store.set(f"{among}{number}/{self._rank}", _packed((topic, value)))
+        self._store.set(f"{among}{number}/{self.rank}", _packed((topic, value)))
         found = []
         for rank in self._ranks:
             said, what = _unpacked(self._wait_for(f"{among}{number}/{rank}"))
             if said != topic:
                 raise RankError(
-                    f"rank {rank} is at {said!r}, and rank {self._rank} at {topic!r}",
+                    f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}",
                     limit="all ranks make the same calls of the guard in the same order",
                     fix="call the guard on all ranks, or on none.",
                     rule="H116",
                 )
             found.append(what)
         if number >= 2:  # all have come here, so all have read what came before
-            self._store.delete_key(f"{among}{number - 2}/{self._rank}")
+            self._store.delete_key(f"{among}{number - 2}/{self.rank}")
         return found
 
     def _wait_for(self, key: str) -> bytes:
@@ -169,7 +169,7 @@ class Messages:
         """Tell the other ranks why this one ends; the first to say so is heard."""
         self.has_left = True
         with contextlib.suppress(RuntimeError):
-            text = json.dumps([self._rank, f"{type(error).__name__}: {error}"])
+            text = json.dumps([self.rank, f"{type(error).__name__}: {error}"])
             self._store.compare_set(_TROUBLE, "", text)
             self.call("wake", "")
             # The store may end with this process: not before the others have read it.
@@ -178,7 +178,7 @@ class Messages:
 
     def _read(self, store: Any) -> RankError | None:
         rank, text = json.loads(store.get(_TROUBLE))
-        if rank == self._rank:
+        if rank == self.rank:
             return None
         return RankError(
             f"rank {rank} has failed with {text}",
@@ -212,7 +212,7 @@ class Messages:
                 return
             error = self._read(store)
             self._heard = error or self._heard
-            store.set(f"heard/{self._rank}", "")
+            store.set(f"heard/{self.rank}", "")
         except RuntimeError:  # the store is gone: the run is over
             return
         if error is None:
