@@ -85,7 +85,7 @@ class Messages:
 
     def called(self, store: Any, key: str) -> str | None:
         """Wait in a thread until somebody calls, and return the text; None: this process ends."""
-        own = f"{key}/{self._rank}"
+        own = f"{key}/{self.rank}"
         self._waited.add(own)
         while not self._is_ending:
             with contextlib.suppress(DistStoreError):  # a run takes longer than a wait may
