@@ -42,7 +42,10 @@ def checkpoints(
         if export is not None:
             from holdfast.checkpoint import saver  # loads torch
 
-            saver.export(_newest_good(store.directory, entries), export)
+            newest = _newest_good(store.directory, entries)
+            saver.export(newest, export)
+            if not as_json:
+                console().print(f"wrote {export}: the weights of {newest.path.name}", markup=False)
         described = [_checkpoint_row(entry, verify=verify) for entry in entries]
         # A run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]

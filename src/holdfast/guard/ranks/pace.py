@@ -50,6 +50,8 @@ class Pace:
 
     def slowest(self) -> RankIsSlow | None:
         """Return which rank the others have waited for since this was last asked, if one stands out."""
+        if self._world_size == 1:
+            return None
         steps, seconds = self._steps, time.perf_counter() - self._since
         own = [between + forward for between, forward in zip(self._between, self._forward, strict=True)]
         rank = max(range(self._world_size), key=own.__getitem__)

@@ -19,9 +19,11 @@ def ranks_of(parts: Parts) -> OneRank:
     ]
     if sharded:
         return _of_sharded(parts, sharded)
-    if distributed.get_world_size() == 1:
-        return OneRank()
     wrappers = [wrapper for wrapper in parts.wrappers.values() if isinstance(wrapper, DistributedDataParallel)]
+    if distributed.get_world_size() == 1:
+        for wrapper in wrappers:  # its sums are of one gradient, and a forked copy could not even make those
+            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+        return OneRank()
     for name, model in parts.models.items():
         if name not in parts.wrappers and any(p.requires_grad for p in model.parameters()):
             raise _refused(f"model {name!r} is a {type(model).__name__} and no DistributedDataParallel")

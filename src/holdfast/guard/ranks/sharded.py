@@ -28,7 +28,7 @@ from holdfast.numerics.gradients import local
 
 # The newer name where there is one: torch warns of the other.
 _scatter: Any = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
-_ALONE = "one rank alone cannot run a model that lies on all of them"
+_ALONE = "where it came from is not traced, since one rank alone cannot run a model that lies on all of them"
 
 
 class Sharded:

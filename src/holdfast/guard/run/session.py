@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -345,8 +345,8 @@ class Session:
 
     def _same_for_all(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self.parts.named_parameters()}
-        facts = {"run directory": self._directory.run_id, "policy": repr(self.policy), "model": shapes}
-        return facts | self.parts.settings()
+        policy = {f"policy.{each.name}": repr(getattr(self.policy, each.name)) for each in fields(self.policy)}
+        return {"run directory": self._directory.run_id, **policy, "model": shapes, **self.parts.settings()}
 
     def _compare_settings(self, begun_with: dict[str, Any]) -> None:
         given, self._settings = self._settings, begun_with
