@@ -102,7 +102,7 @@ class Passes:
                 tally.add(loss.detach())
                 extra.append((samples, terms.extra))
                 self._backward(loss, inputs())
-        return tally.finish(parameters)._replace(extra=put_together(extra))
+        return Passed(*tally.finish(parameters)[:4], put_together(extra))
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run several batches whose losses add up as they are; parts of one batch by their share in its mean."""
