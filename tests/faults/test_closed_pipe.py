@@ -29,7 +29,7 @@ def into_a_closed_pipe(command: list[str], *, errors_too: bool = False) -> tuple
     [
         "events RUN", "events RUN --json", "explain", "explain RUN --json", "explain H101",
         "report RUN --json", "watch RUN --once", "metrics RUN --jsonl -",
-        "metrics RUN --jsonl - --follow", "presets", "plan --help",
+        "metrics RUN --jsonl - --follow", "plan --help",
     ],
 )  # fmt: skip
 def test_a_reader_that_leaves_ends_a_command_quietly(tmp_path: Path, command: str) -> None:
