@@ -339,7 +339,7 @@ class Guard:
             best = BestOf(self._directory.path, name, mode, writes=self._ranks.rank == 0)
             self._validated[name] = best
         with self._ranks.together():
-            self._ranks.agree("validated", lambda: {name: number})
+            self._ranks.agree("validated", lambda: {name: repr(number)})  # NaN is not equal to itself
         self._session.counters.epochs_validated = self.epoch
         changed = validated(self._parts.schedulers, number, mode)
         if name == "loss":
@@ -349,12 +349,10 @@ class Guard:
         if best.is_better(number, self.global_step, most):
             if self._session.is_open:
                 self._boundaries.count_batch()  # it is in the weights
-            entry = self._session.checkpoint_of_now()
-        try:
-            best.write() if entry is None else best.keep(number, entry, most)
-        except OSError as error:
-            entry = None
-            self._record.emit(run_events.SaveFailed(checkpoint=f"best {name}", error=f"{error}"))
+            entry = self._session.checkpoint_of_now(and_then=best.link)
+        if entry is not None:
+            best.keep(number, entry, most)
+        best.write()
         kept_as = None if entry is None else entry.path.name
         self._record.emit(
             run_events.Validated(loss=number, learning_rate_changed_by=tuple(changed), name=name, kept_as=kept_as)

@@ -68,6 +68,13 @@ def _dies(run: Path) -> None:
     train(run, dies_at=4, patience=3)
 
 
+def test_a_disk_that_refuses_ends_nothing(tmp_path: Path) -> None:
+    """Where nothing can be written, nothing is kept, and the training goes on."""
+    (tmp_path / "best").write_text("in the way")
+    kept, (weights, best, _) = train(tmp_path)
+    assert (kept, best, max(weights)) == ([False] * 8, None, 16)
+
+
 @pytest.mark.slow
 def test_a_validation_that_is_made_again_counts_once(tmp_path: Path) -> None:
     """A process that was killed right after it goes on from a checkpoint before it."""

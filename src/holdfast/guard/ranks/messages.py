@@ -68,10 +68,6 @@ class Messages:
         store: Any = distributed_c10d._get_default_store()
         return PrefixStore(self._name, store.clone())
 
-    def say(self, key: str, text: str) -> None:
-        """Tell the others something under a name."""
-        self._store.set(key, text)
-
     def said(self, key: str) -> str | None:
         """Return what was said under a name, or None; raise what another rank has failed with."""
         if self._heard is not None:

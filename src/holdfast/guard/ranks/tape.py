@@ -1,4 +1,4 @@
-"""What a rank has begun in an attempt, told to one that cannot go on: that one begins the same, by hand.
+"""What a rank has begun in an attempt, sent to one that cannot go on: that one begins the same, by hand.
 
 Nobody knows an order ahead. Undisturbed, a short list grows by a few entries in each attempt, and a thread waits.
 """

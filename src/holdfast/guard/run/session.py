@@ -179,13 +179,28 @@ class Session:
         self._hear_ranks()
         self.saving.save()
 
-    def checkpoint_of_now(self) -> Entry | None:
-        """Return the checkpoint of this very state, made if the run is open; None if there is none."""
+    def checkpoint_of_now(self, and_then: Callable[[Entry], None]) -> Entry | None:
+        """Return the checkpoint of this very state, made if the run is open; None if there is none.
+
+        `and_then` is called with it by the one rank that chooses; an OSError is an event, and there is none then.
+        """
         if not self.is_open and self.ranks.world_size > 1:
             return None  # the ranks have parted
         if self.is_open:
             self.save()
-        return self._chosen(lambda: None if self.saving.has_unsaved else self.saving.saved_as)
+
+        def found() -> Entry | None:
+            entry = self.saving.saved_as
+            if entry is None or self.saving.has_unsaved:
+                return None
+            try:
+                and_then(entry)
+            except OSError as error:
+                self.record.emit(run_events.SaveFailed(checkpoint=entry.path.name, error=described(error)))
+                return None
+            return entry
+
+        return self._chosen(found)
 
     def save_when_due(self) -> None:
         """Begin a save of this state."""

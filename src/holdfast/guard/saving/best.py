@@ -75,32 +75,37 @@ class BestOf:
         better = len(self.kept) < most or any(self._sign * value < self._sign * each.value for each in self.kept)
         return most > 0 and better and math.isfinite(value)
 
+    def link(self, entry: Entry) -> None:
+        """Keep a checkpoint by links. OSError: the disk refuses."""
+        path = self._path_of(entry)
+        draft = path.with_name(f".tmp-{path.name}")
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(entry.path, draft, copy_function=_link)
+        draft.rename(path)
+
+    def _path_of(self, entry: Entry) -> Path:
+        return self._folder / "checkpoints" / entry.path.name
+
     def keep(self, value: float, entry: Entry, most: int) -> None:
-        """Keep a checkpoint by links, and remove what is not among the best any more. OSError: the disk refuses."""
-        path = self._folder / "checkpoints" / entry.path.name
+        """Count a checkpoint that was linked among the best, and remove what is not among them any more."""
         kept = [each for each in self.kept if each.global_step != entry.global_step]
-        kept.append(Best(value=value, global_step=entry.global_step, path=path))
+        kept.append(Best(value=value, global_step=entry.global_step, path=self._path_of(entry)))
         kept.sort(key=lambda each: (self._sign * each.value, each.global_step))
+        every = {each.path for each in (*self.kept, *kept)}
+        self.kept = kept[:most]
         if self._writes:
-            draft = path.with_name(f".tmp-{path.name}")
-            shutil.rmtree(draft, ignore_errors=True)
-            shutil.rmtree(path, ignore_errors=True)
-            shutil.copytree(entry.path, draft, copy_function=_link)
-            draft.rename(path)
-        self.kept, gone = kept[:most], [*kept[most:], *(each for each in self.kept if each not in kept)]
-        self.write()
-        if self._writes:
-            for each in gone:
-                if each.path not in {best.path for best in self.kept}:
-                    shutil.rmtree(each.path, ignore_errors=True)
+            for path in every - {each.path for each in self.kept}:
+                shutil.rmtree(path, ignore_errors=True)
 
     def write(self) -> None:
-        """Write down what is known."""
+        """Write down what is known, if the disk takes it: what it refuses is lost with this process at most."""
         if self._writes:
             kept = [asdict(each) | {"path": str(each.path.relative_to(self._folder))} for each in self.kept]
             facts = {"value": self._value, "step": self._step, "since": sorted(self._since), "kept": kept}
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_file(self._folder / _FILE, json.dumps(facts).encode())
+            with contextlib.suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                replace_file(self._folder / _FILE, json.dumps(facts).encode())
 
 
 def _link(source: str, target: str) -> None:

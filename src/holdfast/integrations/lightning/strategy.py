@@ -330,7 +330,7 @@ class HoldfastDDPStrategy(Guarded, DDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights of a checkpoint, on all ranks, after each has told its own random state."""
+        """Return the weights of a checkpoint, on all ranks, after each has sent its own random state."""
         self._of_ranks = None if self.holdfast_guard is None else self.holdfast_guard.state_of_ranks()
         found: dict[str, Any] = super().lightning_module_state_dict()
         return found
