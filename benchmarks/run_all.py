@@ -25,7 +25,6 @@ SCRIPTS = (
     "loader_tuning",
     "feature_cache",
     "async_saving",
-    "goodput",
     "forecast_large",
     "false_alarms",
     "numerics_overhead",
