@@ -59,7 +59,7 @@ SCRIPTS = (
     "gpu.forecast",
 )
 RESULTS = {
-    "evals.not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2"),
+    "evals.not_learning.evaluate": ("not_learning_held_out_2",),
     "evals.verdicts": ("verdicts",),
     "evals.world": ("world",),
 }
