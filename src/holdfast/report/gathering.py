@@ -70,11 +70,7 @@ class _Reading:
 
 
 def gather(run: Path) -> RunSnapshot:
-    """Return all that is known of a run directory.
-
-    Args:
-        run: Of ``holdfast run`` or of a guard; it may be unfinished or damaged.
-    """
+    """Return all that is known of a run directory, of `holdfast run` or a guard, unfinished or damaged."""
     reading = _Reading()
     sources = reading.listed(find_sources, run)
     supervised = read_json(run / SUPERVISED_FILE)

@@ -325,11 +325,7 @@ class Policy:
 
 
 def _check(policy: Policy) -> None:
-    """Check every field by itself, and then the fields against each other.
-
-    Raises:
-        PolicyError: H102 for a value, H109 for values that exclude each other.
-    """
+    """Check every field by itself (H102), and then the fields against each other (H109)."""
     for name, (allowed, is_allowed) in CHECKS.items():
         value = getattr(policy, name)
         if not is_allowed(value):

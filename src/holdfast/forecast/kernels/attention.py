@@ -125,10 +125,8 @@ def _enabled() -> frozenset[Backend]:
 def choose_backend(call: AttentionCall, enabled: frozenset[Backend] = frozenset(Backend)) -> Backend:
     """Return the kernel that CUDA takes: the first in torch's order that is allowed and takes the call.
 
-    The user allows them by ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``.
-
-    Raises:
-        RuntimeError: No kernel that is allowed takes it, as on the device itself.
+    The user allows them by ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``. RuntimeError
+    if none that is allowed takes it, as on the device itself.
     """
     for backend in (Backend.FLASH, Backend.EFFICIENT, Backend.MATH):
         if backend in enabled and _ACCEPTS[backend](call):
