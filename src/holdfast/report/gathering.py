@@ -2,8 +2,6 @@
 
 Tolerant and bounded: a damaged, missing or unreadable file leaves a sentence in `RunSnapshot.problems` and no gap
 elsewhere; curves are thinned one process after the other, and events, stacks and output are cut.
-
-Does not: draw (``figures``, ``page``), follow a run that goes on (``watching``).
 """
 
 from __future__ import annotations

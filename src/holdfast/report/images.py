@@ -1,8 +1,6 @@
 """The images of a run for its page: of each tag the newest and a few earlier ones, whole, and bounded in all.
 
 Nothing but a regular file that is a whole PNG is taken, whatever lies there; what is passed over leaves a sentence.
-
-Does not: write them (``run.images``), draw the page (``page``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Every text that a run chose is put in as `Text` after `sanitise`, never as markup, so that it cannot colour, link,
 clear or move anything.
-
-Does not: read a run (``watching``).
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 ``templates/page.html`` is a template of Jinja2. All text is sanitised and escaped where it enters; data enters a
 script as JSON in which ``<``, ``>`` and ``&`` are written as escapes; the page's own policy names the two scripts by
 their digests and loads nothing. ``page.css`` and ``page.js`` go in as they are.
-
-Does not: know what a page shows (``page``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The page: one HTML file that opens offline and says why a run ended and how it went.
 
-What it looks like is in ``templates/page.html``. Does not: read a run (``gathering``), decide what a curve looks like
-(``figures``), or keep what a run said from being more than data (``offline_page``).
+What it looks like is in ``templates/page.html``.
 """
 
 from __future__ import annotations

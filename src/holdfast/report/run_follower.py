@@ -1,7 +1,7 @@
 """Follow a run: what every process recorded since the last look, whoever comes and goes.
 
 Most folders of a run of many epochs are those of loader workers that ended long ago: these are read to their end and
-forgotten. Does not: keep what it read, wait, draw.
+forgotten.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Curves over steps, thinned so that every dip and peak that was recorded can still be seen.
-
-Does not: draw (``figures``), find the files (``gathering``).
-"""
+"""Curves over steps, thinned so that every dip and peak that was recorded can still be seen."""
 
 from __future__ import annotations
 

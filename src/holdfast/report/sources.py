@@ -1,7 +1,4 @@
-"""Where a run's recordings lie: of the supervisor, of each observed process, and of guards.
-
-Does not: read the recordings (``gathering`` reads them whole, ``run_follower`` what is new).
-"""
+"""Where a run's recordings lie: of the supervisor, of each observed process, and of guards."""
 
 from __future__ import annotations
 

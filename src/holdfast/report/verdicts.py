@@ -1,7 +1,4 @@
-"""The verdict of a run as reports show it: read from ``verdict.json``, else judged now.
-
-Does not: judge (``explain.judging``).
-"""
+"""The verdict of a run as reports show it: read from ``verdict.json``, else judged now."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """What can be seen of a run right now, a `RunSnapshot` for each look.
 
 Works over a directory that is half written, that a killed run left behind, or that another machine writes.
-
-Does not: draw, judge (a verdict is only read), signal a process.
 """
 
 from __future__ import annotations

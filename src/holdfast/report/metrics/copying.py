@@ -1,7 +1,4 @@
-"""Copy what a run records to sinks, while it goes on or after its end, with names that stay the same over restarts.
-
-Does not: know any client.
-"""
+"""Copy what a run records to sinks, while it goes on or after its end, with names that outlive restarts."""
 
 from __future__ import annotations
 

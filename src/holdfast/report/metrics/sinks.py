@@ -1,7 +1,4 @@
-"""Open sinks from what a user typed, such as ``--tensorboard DIR`` or ``--jsonl FILE``.
-
-Does not: write points (one module for each client does).
-"""
+"""Open sinks from what a user typed, such as ``--tensorboard DIR`` or ``--jsonl FILE``."""
 
 from __future__ import annotations
 
