@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("=Q")  # sent ahead, since the end of a pipe may be held
 
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
-    """The copy could not be made, has failed or has said nothing; the text says which. `died`: it just ended."""
+    """The copy could not be made, has failed or has said nothing; the text says which. `died`: it ended silently."""
 
     def __init__(self, why: str, *, died: bool = False) -> None:
         super().__init__(why)

@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 def describe_exception(
     error: BaseException, traceback: TracebackType | None, *, without: str | None = None
 ) -> dict[str, Any]:
-    """Return an exception, and where it went through, as JSON values; frames of files that begin so are left out.
+    """Return an exception as JSON values, without the frames of files whose path begins with `without`.
 
     Its type, message and frames, each as [file, line, function] with the innermost last, and the chain of its causes,
     the nearest first.
