@@ -33,7 +33,7 @@ _STEP = (
     "loader/splitting.py",
     "loader/random_state.py",
 )
-FIRST_LOOKS = frozenset({"not_learning_held_out", "not_learning_held_out_2"})
+FIRST_LOOKS = frozenset({"not_learning_held_out_2"})
 """Results of the one look at what was held out: they speak about the rules of that day, and are never made again."""
 
 _WATCHED = ("supervise", "explain", "recorder")
@@ -51,7 +51,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "forecast_live": ("forecast",),
     "forecast_peers": ("forecast",),
     "full_disk": ("checkpoint", "guard/saving"),
-    "goodput": ("checkpoint",),
     "gpu_device_prefetch": ("loader/device_prefetch.py",),
     "gpu_forecast": ("forecast",),
     "gpu_oom_recovery": _STEP,

@@ -25,7 +25,6 @@ SCRIPTS = (
     "loader_tuning",
     "feature_cache",
     "async_saving",
-    "goodput",
     "forecast_large",
     "false_alarms",
     "numerics_overhead",
@@ -60,7 +59,7 @@ SCRIPTS = (
     "gpu.forecast",
 )
 RESULTS = {
-    "evals.not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2"),
+    "evals.not_learning.evaluate": ("not_learning_held_out_2",),
     "evals.verdicts": ("verdicts",),
     "evals.world": ("world",),
 }

@@ -123,7 +123,8 @@ def prepare_forecasts(patch: pytest.MonkeyPatch) -> None:
         assert command[0] == sys.executable
         return Prepared(command[1:], **given)
 
-    patch.setattr("holdfast.forecast.job.tracing.subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+    used = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    patch.setattr("holdfast.forecast.job.tracing.subprocess", used)
 
 
 @cache

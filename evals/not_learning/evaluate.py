@@ -34,7 +34,7 @@ from benchmarks.results_file import Figure, Options, Result, without_paths
 
 from evals.not_learning.program import Program, Programs, programs_in
 
-SETS = ("design", "held_out", "held_out_2")
+SETS = ("design", "held_out_2")
 _LOUD = ("error", "advice")
 
 Row = dict[str, Any]

@@ -52,12 +52,7 @@ class DemoRun:
             )
 
     def finish(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for the end of the training.
-
-        Raises:
-            RuntimeError: if the process ended before the training did.
-            TimeoutError: if it stands still; it is killed then.
-        """
+        """Wait for the end of the training: RuntimeError if it ends before, TimeoutError (killed) if it hangs."""
         self._follow(process, lambda: False)
         if self.accuracy is None:
             tail = self.output.read_text(errors="replace").strip().splitlines()[-1:]
@@ -72,12 +67,7 @@ class DemoRun:
             self.accuracy = entry.get("accuracy", self.accuracy)
 
     def wait_for_step(self, process: subprocess.Popen[bytes], step: int) -> None:
-        """Wait until a step was made.
-
-        Raises:
-            RuntimeError: if the process ended before.
-            TimeoutError: if it stands still; it is killed then.
-        """
+        """Wait until a step was made; errors as `finish`."""
         if not self._follow(process, lambda: bool(self.digests) and self.digests[-1][0] >= step):
             raise RuntimeError(f"the training did not reach step {step}: see {self.output}")
 

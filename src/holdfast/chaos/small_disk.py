@@ -14,12 +14,7 @@ _MOUNT_AND_RUN = f'mount -t tmpfs -o size={_SIZE} tmpfs "$0" && exec "$@"'
 def command_with_small_disk(directory: Path, command: Sequence[str]) -> list[str] | None:
     """Return a command that runs another one with a small disk mounted on a directory, for it alone.
 
-    Args:
-        directory: Where it is mounted; must exist.
-        command: What to run.
-
-    Returns:
-        None where neither root nor an unprivileged user may mount one.
+    None where neither root nor an unprivileged user may mount one.
     """
     for way in _WAYS:
         mounted = [*way, "sh", "-c", _MOUNT_AND_RUN, str(directory)]

@@ -29,8 +29,7 @@ _LOOK_SECONDS = 0.02
 class Job(Generic[_Result]):
     """A function that runs beside the training, begun at once; `directory` is where it may write.
 
-    Raises:
-        MemoryError, RuntimeError: if there is no memory for a thread or its stack.
+    MemoryError or RuntimeError where there is none for a thread or its stack.
     """
 
     def __init__(self, run: Callable[[], _Result], directory: Path) -> None:

@@ -22,11 +22,7 @@ Groups = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class HostBuffers:
-    """Memory for the copies of one state, as many bytes as `needed_bytes` says, pinned for a device.
-
-    Raises:
-        OSError: if the system refuses the memory.
-    """
+    """Memory for the copies of one state, as `needed_bytes` says, pinned for a device; OSError if it is refused."""
 
     def __init__(self, size_bytes: int, *, cuda: torch.device | None = None) -> None:
         self.size_bytes = size_bytes

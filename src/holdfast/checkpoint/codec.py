@@ -42,11 +42,7 @@ class Encoder:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, path: tuple[str, ...] = ()) -> Any:
-        """Return the JSON form of a value; its tensors are gathered in `tensors`.
-
-        Raises:
-            CheckpointError: H310, if a value cannot be stored without pickle.
-        """
+        """Return the JSON form of a value, whose tensors are gathered in `tensors`; H310 if that needs pickle."""
         if value is None or (isinstance(value, (bool, int, str)) and type(value) in (bool, int, str)):
             return value
         if isinstance(value, torch.Tensor):

@@ -1,6 +1,6 @@
 """How many steps lie between two saves, chosen from what saves and steps have cost in this run.
 
-The availability-optimal interval (``checkpoint.goodput``), but never so short that saves take more than their share
+The availability-optimal interval (arXiv 2410.18124), but never so short that saves take more than their share
 of the time, nor shorter than one write. Costs are medians of what was measured; what is not known yet is not guessed.
 """
 
@@ -10,7 +10,6 @@ import math
 import statistics
 from collections import deque
 
-from holdfast.checkpoint.goodput import optimal_interval_seconds
 from holdfast.core.events.event import Decision
 
 START_STEPS = 500
@@ -27,6 +26,15 @@ _SAVES = 5
 # A change is worth an event, and another rhythm, from here on: a fifth beside the best interval, what saving and lost
 # work cost together (C/tau + tau/2M) is less than 2 % above its least.
 _WORTH = 1.2
+
+
+def optimal_interval_seconds(save_seconds: float, mean_seconds_between_failures: float) -> float:
+    """Return the time from one save to the next, both begun, that makes a run train for most of its time.
+
+    ``C + sqrt(2 M C + C²)``, arXiv 2410.18124, for saves that hold the loop for C. The time that a restart takes is
+    not known here; it is small against M, and without it the interval is shorter.
+    """
+    return save_seconds + math.sqrt(save_seconds) * math.sqrt(2 * mean_seconds_between_failures + save_seconds)
 
 
 class SaveInterval(Decision):
@@ -133,9 +141,8 @@ class IntervalChooser:
         if step <= 0 or cost <= 0:  # a clock that stands still
             return None
         bounds = {
-            # The time that a restart takes is not known here; it is small against M, and left out shortens tau.
             "is where saving and lost work together cost least": optimal_interval_seconds(
-                cost, self._between_failures, 0.0
+                cost, self._between_failures
             ),
             f"keeps the cost of saving at {self._most_overhead:.2g} of the time": cost / self._most_overhead,
             "is as long as one write": write,

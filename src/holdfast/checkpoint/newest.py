@@ -15,7 +15,7 @@ DAMAGED = "damaged-"
 def newest_good(
     candidates: Iterable[Path], on_refused: Callable[[Path, str], None], *, complete: bool = False
 ) -> Path | None:
-    """Return the first checkpoint that verifies.
+    """Return the first checkpoint that verifies; None if none was ever whole, so that a new start loses nothing.
 
     One without a manifest is an unfinished one if it is marked so, or if any other has a manifest. Where none was
     ever sealed, the newest without a mark was written before holdfast came, and is taken as it is.
@@ -24,9 +24,6 @@ def newest_good(
         candidates: Folders or files, newest first.
         on_refused: Called with each one before it that is damaged or unfinished, and the reason; it may rename it.
         complete: Whether their names say that they were whole, so that one without a manifest is damaged.
-
-    Returns:
-        None, if none was ever whole: there is nothing to lose by a new start.
 
     Raises:
         CheckpointError: H312, if one was whole and none verifies, or if one is a link that leads nowhere.
@@ -61,11 +58,7 @@ def newest_good(
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return what is in a folder of checkpoints; one that was never made is empty.
-
-    Raises:
-        CheckpointError: H312, for a folder that cannot be read: a dead link, a file in its place, missing rights.
-    """
+    """Return what is in a folder of checkpoints, nothing if it was never made; H312 if it cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError as error:

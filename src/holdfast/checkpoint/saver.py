@@ -99,11 +99,7 @@ class Snapshot:
 
 
 def encode(components: Mapping[str, Any]) -> Encoded:
-    """Take trees apart, by the name of their component, without a copy of any tensor.
-
-    Raises:
-        CheckpointError: H310, if something cannot be stored without pickle.
-    """
+    """Take trees apart, by the name of their component, without a copy of any tensor; H310 if that needs pickle."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     state: dict[str, Any] = {}
     for component, tree in components.items():
@@ -128,12 +124,9 @@ def encode(components: Mapping[str, Any]) -> Encoded:
 def snapshot(
     components: Mapping[str, Any] | Encoded, global_step: int, buffers: HostBuffers | None = None
 ) -> Snapshot:
-    """Gather the state of a step, of trees by component name or what `encode` made of them.
+    """Gather the state of a step, of trees by component name (H310 as `encode`) or what `encode` made of them.
 
     Tensors are copied to `buffers`, if there are some; else the snapshot holds the live ones.
-
-    Raises:
-        CheckpointError: H310, if something cannot be stored without pickle.
     """
     parts = components if isinstance(components, Encoded) else encode(components)
     if buffers is None:
@@ -243,16 +236,14 @@ def read_components(
 ) -> dict[str, Any]:
     """Return the trees of these components of a checkpoint that was verified before; what is not there is left out.
 
+    H311 if a file has lost its end meanwhile, H307 if the system does not let it be read.
+
     Args:
         entry: The checkpoint.
         names: Of the components.
         into: Live tensors by component and name. One of the saved type and shape is overwritten and returned, unless
             it is expanded; all others are made, on the host.
         share_of: Says of component, name and shape which rows of a tensor are read; None: all.
-
-    Raises:
-        CheckpointError: H311, if a file has lost its end meanwhile.
-        RunDirectoryError: H307, if the system does not let it be read.
     """
     found = {}
     try:
@@ -272,11 +263,8 @@ def read_components(
 def export(entry: Entry, path: Path) -> None:
     """Write the weights of a checkpoint to one plain safetensors file, whoever has written its shares.
 
-    Names are the model's own; of several models each has the name of its model in front.
-
-    Raises:
-        CheckpointError: H310, for weights that the format does not know.
-        OSError: if the file cannot be written.
+    Names are the model's own; of several models each has the name of its model in front. H310 for weights that the
+    format does not know, OSError if the file cannot be written.
     """
     models = [name for name in read_state(entry) if name.partition(".")[0] == "model"]
     tensors: dict[str, torch.Tensor] = {}
@@ -304,10 +292,7 @@ def read_state(entry: Entry) -> dict[str, Any]:
 def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a component of a checkpoint holds these very tensors, by their digests; it may hold more.
 
-    Raises:
-        HoldfastError: as `read_manifest`.
-
-    Cost: one pass over the tensors; of the checkpoint only the manifest is read.
+    Cost: one pass over the tensors; of the checkpoint only the manifest is read, and its errors are raised.
     """
     if not tensors:
         return True

@@ -89,9 +89,7 @@ def manifest_beside(file: Path) -> Path:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read and verify the manifest of a checkpoint.
 
-    Raises:
-        CheckpointError: H311, if it is missing or damaged.
-        RunDirectoryError: H303, if a newer holdfast wrote it, H307, if the system does not let it be read.
+    H311 if it is missing or damaged, H303 if a newer holdfast wrote it, H307 if the system does not let it be read.
     """
     try:
         data = manifest_of(checkpoint).read_bytes()
@@ -118,13 +116,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Check every byte of a sealed checkpoint; files that were added later are not looked at.
+    """Check every byte of a sealed checkpoint, at about 1.5 GB/s; files that were added later are not looked at.
 
-    Raises:
-        CheckpointError: H311, naming the file, the tensor and both digests, or if it was never sealed.
-        RunDirectoryError: H303, for a newer format, H307, if the system does not let it be read.
-
-    Cost: reads the whole checkpoint; SHA-256 at about 1.5 GB/s.
+    H311 names the file, the tensor and both digests, or says that it was never sealed; else as `read_manifest`.
     """
     manifest = read_manifest(checkpoint)
     for name, extents in manifest.files.items():
@@ -133,11 +127,9 @@ def verify(checkpoint: Path) -> Manifest:
 
 
 def verify_file(checkpoint: Path, name: str, extents: dict[str, Extent]) -> None:
-    """Check every byte of one file of a checkpoint.
+    """Check every byte of one file of a checkpoint: H311, also if there is no such file.
 
-    Raises:
-        CheckpointError: H311, also if there is no such file.
-        RunDirectoryError: H307, if the system does not let it be read, which says nothing about its bytes.
+    H307 if the system does not let it be read, which says nothing about its bytes.
     """
     expected = max((extent.end for extent in extents.values()), default=0)
     try:
@@ -196,10 +188,7 @@ def damaged(checkpoint: Path, why: str) -> CheckpointError:
 def unreadable(checkpoint: Path, error: OSError, name: str | None = None) -> CheckpointError | RunDirectoryError:
     """Return what a system's error means: H307 for a checkpoint that may well be whole; for lost bytes H311.
 
-    Args:
-        checkpoint: Which one could not be read.
-        error: What the system said.
-        name: The file; None if its bytes were verified already, so that they cannot be lost.
+    Without a `name` its bytes were verified already, so that they cannot be lost.
     """
     if name is not None and error.errno not in _PASSING:
         return damaged(checkpoint, f"{name} cannot be read ({error})")
@@ -232,8 +221,7 @@ def begin(folder: Path) -> None:
 def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
     """Flush every file of a checkpoint, a folder or a file, and write the digests of all of them.
 
-    Raises:
-        OSError: if the disk refuses. There is no manifest then.
+    OSError if the disk refuses; there is no manifest then.
     """
     manifest, mark = manifest_of(checkpoint), checkpoint / UNFINISHED
     manifest.unlink(missing_ok=True)

@@ -27,13 +27,7 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A complete checkpoint, by its name; nothing is read yet.
-
-    Args:
-        path: Its folder.
-        save_id: Larger is newer.
-        global_step: Optimizer steps committed.
-    """
+    """A complete checkpoint, by its name (a larger `save_id` is newer); nothing is read yet."""
 
     path: Path
     save_id: int
@@ -45,11 +39,7 @@ class Entry:
 
 
 class Store:
-    """The checkpoints of one run directory.
-
-    Args:
-        directory: The folder; made at the first save.
-    """
+    """The checkpoints of one run directory, in a folder that is made at the first save."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -71,14 +61,11 @@ class Store:
         return sorted(found, key=lambda entry: entry.save_id, reverse=True)
 
     def newest_good(self, on_damaged: Callable[[Path, str], None], *, before_step: int | None = None) -> Entry | None:
-        """Return the newest checkpoint that verifies; damaged ones before it are moved aside.
+        """Return the newest checkpoint that verifies; damaged ones are moved aside. Errors as `newest_good`.
 
         Args:
             on_damaged: Called with the path of each damaged one, as it was, and what is wrong with it.
             before_step: Look only at those of at most so many steps; None if none of them verifies.
-
-        Raises:
-            CheckpointError, RunDirectoryError: as `newest_good`.
         """
 
         def refused(path: Path, why: str) -> None:
@@ -117,8 +104,7 @@ class Store:
     def commit(self, draft: Path, manifest: Manifest) -> Entry:
         """Write the manifest and rename the draft, whose files are flushed, to its final name.
 
-        Raises:
-            OSError: if the disk refuses; the draft is then still a draft.
+        OSError if the disk refuses; the draft is then still a draft.
         """
         write_file(draft / FILE_NAME, manifest.to_bytes())
         final = draft.with_name(draft.name.removeprefix(_TEMPORARY))
@@ -132,15 +118,10 @@ class Store:
                 shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:
-        """Delete all but the newest checkpoints, never the last good one, and return what was deleted.
+        """Delete all but the newest `keep` checkpoints, never the last good one, and return what was deleted.
 
-        Args:
-            keep: Checkpoints to keep, at least 1.
-            known_good: One that was verified just now; else the kept ones are verified until one is good, and
-                more are kept if none is.
-
-        Raises:
-            RunDirectoryError: H307, if one must be verified and cannot be read; nothing is deleted then.
+        Without one that is `known_good`, verified just now, the kept ones are verified until one is good, and more
+        are kept if none is; H307 if one cannot be read, and nothing is deleted then.
         """
         entries = self.entries()
         # What was changed without a step is saved again; that must not take the place of older steps.

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli.output import Json, failing_clearly, print_json
-from holdfast.core.events.event import Event
 from holdfast.core.text import as_json_value, moment, sanitise
 from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordings
-from holdfast.report.sources import is_sound_event
+from holdfast.report.sources import EventSeen, is_sound_event
 
 _MOST_CHARACTERS = 400  # of one fact, for people
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One event with who recorded it."""
-
-    who: str
-    event: Event
-
-    def as_json(self) -> Any:
-        facts = {
-            "unix_seconds": self.event.unix_seconds,
-            "who": self.who,
-            "kind": self.event.kind,
-            "global_step": self.event.global_step,
-            "data": dict(self.event.data),
-        }
-        return as_json_value(facts)
 
 
 def run(
@@ -51,7 +31,7 @@ def run(
         found = [each for each in _all(recordings) if not wanted or each.event.kind in wanted]
         unread = list(dict.fromkeys(recordings.missing))  # some rings are read twice
     if as_json:
-        print_json({"run": str(run_dir), "events": [each.as_json() for each in found], "unread": unread})
+        print_json({"run": str(run_dir), "events": [_as_json(each) for each in found], "unread": unread})
         return
     for each in found:
         typer.echo(_line(each))
@@ -62,7 +42,7 @@ def run(
         typer.echo(f"not read: {sanitise(word)}", err=True)
 
 
-def _all(recordings: Recordings) -> list[_Entry]:
+def _all(recordings: Recordings) -> list[EventSeen]:
     found = []
     for who, folder in all_rings(recordings):
         recordings.say_lost_steps({folder: who})
@@ -70,12 +50,18 @@ def _all(recordings: Recordings) -> list[_Entry]:
         sound = [event for event in events if is_sound_event(event)]
         if left_out := len(events) - len(sound):
             recordings.missing.append(f"{left_out} events of {who} without a time or a step")
-        found += [_Entry(who, event) for event in sound]
+        found += [EventSeen(source=who, event=event) for event in sound]
     return sorted(found, key=lambda each: each.event.unix_seconds)
 
 
-def _line(entry: _Entry) -> str:
-    event = entry.event
+def _as_json(seen: EventSeen) -> Any:
+    event = seen.event
+    facts = {"unix_seconds": event.unix_seconds, "who": seen.source, "kind": event.kind}
+    return as_json_value({**facts, "global_step": event.global_step, "data": dict(event.data)})
+
+
+def _line(seen: EventSeen) -> str:
+    event = seen.event
     when = moment(event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
     # `repr` shows what a line break or an escape sequence in a fact is.
     facts = ", ".join(
@@ -83,4 +69,4 @@ def _line(entry: _Entry) -> str:
         for key, value in event.data.items()
         if value is not None
     )
-    return f"{when}  {sanitise(entry.who)}  [step {event.global_step}] {sanitise(event.kind)}  {facts}"
+    return f"{when}  {sanitise(seen.source)}  [step {event.global_step}] {sanitise(event.kind)}  {facts}"

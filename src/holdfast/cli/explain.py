@@ -65,11 +65,7 @@ def run(
 
 
 def _refuse(what: str, *, attempt: int | None = None, status: int | None = None) -> None:
-    """Refuse options that would be ignored: whoever passes one expects that it counts.
-
-    Raises:
-        PolicyError: H105.
-    """
+    """Refuse options that would be ignored (H105): whoever passes one expects that it counts."""
     given = {"--attempt": attempt, "--status": status}
     if names := [name for name, value in given.items() if value is not None]:
         raise PolicyError(

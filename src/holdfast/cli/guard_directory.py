@@ -67,11 +67,7 @@ def _newest_good(folder: Path, entries: list[Entry]) -> Entry:
 
 
 def store_of(run_dir: Path) -> Store:
-    """Return the checkpoints of a run directory.
-
-    Raises:
-        PolicyError: H701 if it is none.
-    """
+    """Return the checkpoints of a run directory (H701 if it is none)."""
     store = Store(run_dir / "checkpoints")
     if not store.directory.is_dir() and not (run_dir / "recorder").is_dir():
         raise PolicyError(

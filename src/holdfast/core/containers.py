@@ -23,12 +23,9 @@ def children_of(node: Any) -> dict[Any, Any] | None:
 
 
 def rebuilt(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any:
-    """Return a container like another one, with other children.
+    """Return a container like another one, with other children by the keys of `children_of`.
 
-    Args:
-        node: The other one.
-        children: By the keys of `children_of`.
-        checked: Whether a dataclass is made anew, with its own checks; else it is copied past them.
+    A dataclass is made anew, with its own checks, or copied past them if not `checked`.
     """
     if isinstance(node, MutableMapping):
         made = copy.copy(node)  # keeps the type: Hugging Face's BatchEncoding is a UserDict

@@ -13,9 +13,8 @@ from pathlib import Path
 def fsync_path(path: Path) -> None:
     """Flush a file or a directory to the disk.
 
-    Raises:
-        OSError: if the disk reports that the data did not arrive. It is reported once only, so the caller
-            must write a new file rather than call this again.
+    OSError if the disk reports that the data did not arrive. It is reported once only, so the caller must write a new
+    file rather than call this again.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -33,11 +32,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically and durably.
-
-    Raises:
-        OSError: if the directory cannot be written; the old file is then untouched.
-    """
+    """Replace a file atomically and durably; where that fails (OSError) the old file is untouched."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         write_file(temporary, data)
@@ -51,8 +46,7 @@ def replace_file(path: Path, data: bytes) -> None:
 def rename_directory(source: Path, target: Path) -> None:
     """Rename a directory within one file system, and flush both it and its parent.
 
-    Raises:
-        OSError: if the target exists or the file systems differ.
+    OSError if the target exists or the file systems differ.
     """
     if target.exists():
         raise FileExistsError(f"{target} exists already")  # POSIX would replace an empty directory without a word

@@ -45,13 +45,7 @@ class HoldfastError(Exception):
 
 
 def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
-    """Return the fix for a name that is not known: the nearest one, where one is alike at all.
-
-    Args:
-        name: What was given.
-        known: What could have been.
-        otherwise: The fix where nothing is alike.
-    """
+    """Return the fix for a name that is not known: the nearest of those that are, `otherwise` where none is alike."""
     lower = {each.lower(): each for each in known}
     import difflib  # every process that is observed imports this module
 

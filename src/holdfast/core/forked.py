@@ -28,12 +28,7 @@ _LENGTH = struct.Struct("=Q")  # sent ahead, since the end of a pipe may be held
 
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
-    """The copy could not be made, has failed or has said nothing; the text says which.
-
-    Args:
-        why: The text.
-        died: Whether it ended without an answer.
-    """
+    """The copy could not be made, has failed or has said nothing; the text says which. `died`: it ended silently."""
 
     def __init__(self, why: str, *, died: bool = False) -> None:
         super().__init__(why)
@@ -56,14 +51,10 @@ def backward_works_in_a_copy() -> bool:
 def in_a_copy_of_this_process(
     run: Callable[[], dict[str, Any]], *, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> dict[str, Any]:
-    """Fork, run there, and return what the copy has found.
+    """Fork, run there, and return what the copy has found; NaN and Inf may be in it.
 
-    The copy uses one thread (OpenMP's others do not survive a fork), says nothing, is the first to be killed when
-    the machine's memory is short, and dies with its parent.
-
-    Args:
-        run: What the copy does. NaN and Inf may be in its answer.
-        timeout_seconds: The longest wait for the answer. Then the copy is killed.
+    The copy uses one thread (OpenMP's others do not survive a fork), says nothing, is the first to be killed when the
+    machine's memory is short, and dies with its parent, or when it has not answered in time.
 
     Raises:
         NoAnswer: With the reason, such as the exception that `run` has raised.

@@ -19,11 +19,7 @@ _held: set[str] = set()
 
 
 class LockHeldError(Exception):
-    """Another holder has the lock.
-
-    Args:
-        holder: For instance ``"process 4711 on node3"``.
-    """
+    """Another holder has the lock, for instance ``"process 4711 on node3"``."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(f"locked by {holder}")
@@ -33,8 +29,7 @@ class LockHeldError(Exception):
 class FileLock:
     """A lock on a file, made if missing. The end of the process, however it ends, releases it too.
 
-    Args:
-        path: The file; nothing else may be kept in it, and its directory exists.
+    Nothing else may be kept in the file, and its directory exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,12 +37,7 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock.
-
-        Raises:
-            LockHeldError: naming the holder.
-            OSError: if the disk refuses.
-        """
+        """Take the lock; LockHeldError names the holder, OSError if the disk refuses."""
         if str(self._path) in _held:
             raise LockHeldError(f"process {os.getpid()}")
         while True:
@@ -74,8 +64,7 @@ class FileLock:
     def hold(self) -> None:
         """Make sure that a lock which was taken is still there: closing any other descriptor of the file loses it.
 
-        Raises:
-            LockHeldError: if another process has it by now.
+        LockHeldError if another process has it by now.
         """
         if self._descriptor is not None:
             try:

@@ -19,16 +19,10 @@ def printable(text: str) -> str:
 def describe_exception(
     error: BaseException, traceback: TracebackType | None, *, without: str | None = None
 ) -> dict[str, Any]:
-    """Return an exception as JSON values.
+    """Return an exception as JSON values, without the frames of files whose path begins with `without`.
 
-    Args:
-        error: The exception.
-        traceback: Where it went through.
-        without: Beginning of the paths of files whose frames are left out.
-
-    Returns:
-        Its type, message and frames, each as [file, line, function] with the innermost last, and the chain of its
-        causes, the nearest first.
+    Its type, message and frames, each as [file, line, function] with the innermost last, and the chain of its causes,
+    the nearest first.
     """
     chain: list[dict[str, Any]] = []
     seen = {id(error)}

@@ -23,12 +23,10 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def sanitise(value: object, *, most: int = 2000, lines: bool = False) -> str:
-    """Return text that shows what it is and does nothing.
+    """Return text (anything else as ``str`` has it) that shows what it is and does nothing.
 
-    Args:
-        value: A text; anything else is shown by ``str``.
-        most: Characters to keep; the rest is cut and marked by an ellipsis.
-        lines: Whether line breaks stay; else they become spaces.
+    What is longer than `most` characters is cut and marked by an ellipsis; line breaks stay with `lines`, else they
+    become spaces.
     """
     text = value if isinstance(value, str) else str(value)
     text = text[: 4 * most + 64]  # never a regular expression over a gigabyte

@@ -15,11 +15,7 @@ from types import ModuleType
 def import_user_module(place: str) -> ModuleType:
     """Import a module by its dotted name, or a file by its path, from where the user stands.
 
-    Args:
-        place: ``package.module``, or ``path/to/file.py``.
-
-    Raises:
-        Exception: FileNotFoundError if there is no such file, ImportError, or whatever the user's code raises.
+    FileNotFoundError if there is no such file, ImportError, or whatever the user's code raises.
     """
     if not place.endswith(".py"):
         if "" not in sys.path:

@@ -17,7 +17,7 @@ class _TooManyCallsError(Exception):
 def find_bad_samples(
     is_bad: Callable[[Sequence[int]], bool], size: int, hint: Sequence[int] = (), most_calls: int = 40
 ) -> list[int]:
-    """Return the samples without which a bad batch is good.
+    """Return the samples without which a bad batch is good, in rising order; none if it is bad whatever is left out.
 
     A right hint costs one call; without one, k bad samples cost about ``2 k log2(size)``. If no smaller batch is good
     at all, the search gives up after ``4 + 2 log2(size)`` calls, since then samples are hardly to blame.
@@ -26,10 +26,7 @@ def find_bad_samples(
         is_bad: Whether a batch of exactly these samples (indices in rising order, never none) gives NaN or Inf.
         size: Samples of the whole batch, which is bad.
         hint: Samples under suspicion.
-        most_calls: Of `is_bad`.
-
-    Returns:
-        Indices in rising order. Empty if the batch is bad whatever is left out, or `most_calls` did not suffice.
+        most_calls: Of `is_bad`; where they do not suffice, none is returned.
     """
     search = _Search(is_bad, size, most_calls)
     try:

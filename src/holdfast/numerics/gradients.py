@@ -143,7 +143,7 @@ def clip(
 
     Args:
         groups: As given to `inspect`.
-        each: The norms that `inspect` or `clip_adaptively` returned.
+        each: The norms that `inspect` returned.
         max_norm: Above 0.
         clip_by: The scope of a norm.
         order: For ``"global"``, indices into `each` in the order in which the norms are added up; None: as they are.
@@ -163,46 +163,6 @@ def clip(
             clip_grads_with_norm_(parameters, max_norm, norm)
 
 
-def clip_adaptively(groups: Sequence[Group], each: torch.Tensor, factor: float, eps: float = 1e-3) -> torch.Tensor:
-    """Scale down, in place, what is large beside the weights that it would change (AGC, arXiv 2102.06171).
-
-    For every output unit: where the norm of its gradient exceeds ``factor`` times the norm of its weights, the
-    gradient is scaled down to that. A unit is one index of the first dimension; a vector or a scalar is one unit.
-    A unit whose norm is NaN or Inf is left alone and spoils no other, and so are sparse gradients.
-
-    Args:
-        groups: As given to `inspect`.
-        each: The norms that `inspect` returned.
-        factor: Largest ratio of the two norms, above 0. The paper takes 0.01 at batch size 4096, more for smaller.
-        eps: Least norm that weights are taken to have, so that those at zero can leave it. 1e-3: the paper's.
-
-    Returns:
-        The norms afterwards, for `clip`. Cost: no host sync.
-    """
-    parameters = [parameter for group in groups for parameter in group.parameters]
-    pieces = list(torch.split(each, 1))
-    chosen = [number for number, p in enumerate(parameters) if p.grad is not None and not p.grad.is_sparse]
-    if not chosen:
-        return each
-    wide = each.dtype == torch.float64
-    of_weights, of_gradients = [], []
-    for number in chosen:
-        weight, gradient = parameters[number].detach(), _dense(parameters[number].grad)
-        is_vector = weight.ndim < 2
-        of_weights.append(_norms([weight])[0].view(1) if is_vector else _unit_norms(weight, wide=False))
-        of_gradients.append(pieces[number] if is_vector else _unit_norms(gradient, wide=wide))
-    sizes = [len(norms) for norms in of_gradients]
-    norms = torch.cat([norms.to(each.device) for norms in of_gradients])
-    limits = torch.cat([norms.to(each.device) for norms in of_weights]).clamp(min=eps) * factor
-    scale = torch.where(torch.isfinite(norms) & (norms > limits), limits / norms, 1.0)
-    for number, by_unit in zip(chosen, torch.split(scale, sizes), strict=True):
-        gradient = _dense(parameters[number].grad)
-        gradient.mul_(by_unit.to(gradient.device).view([-1, *[1] * (gradient.ndim - 1)][: gradient.ndim]))
-    for number, after in zip(chosen, torch._foreach_norm(list(torch.split(norms * scale, sizes))), strict=True):
-        pieces[number] = after.view(1).to(each.dtype)
-    return torch.cat(pieces)
-
-
 def nonfinite_gradients(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
     """Return the first names of parameters whose gradient holds NaN or Inf, and how many there are in all.
 
@@ -215,16 +175,6 @@ def nonfinite_gradients(named: Iterable[tuple[str, torch.Tensor]], *, most: int 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _unit_norms(tensor: torch.Tensor, *, wide: bool) -> torch.Tensor:
-    """Return the norm of each index of the first dimension, shape ``(size of it,)``."""
-    dtype = torch.float32 if tensor.dtype in _HALF else None
-    if wide:
-        tensor = tensor.cpu() if tensor.device.type == "mps" else tensor
-        dtype = torch.complex128 if tensor.is_complex() else torch.float64
-    norms: torch.Tensor = torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), dtype=dtype)
-    return norms
 
 
 def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:

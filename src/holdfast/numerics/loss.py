@@ -73,16 +73,10 @@ class Terms:
 
 
 def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -> Terms:
-    """Check what a loss function returned.
+    """Check what a loss function returned: a scalar tensor, a `Loss`, a pair of mean and items, several `Loss`.
 
-    Args:
-        returned: A scalar tensor, a `Loss`, a pair of mean and items, or a sequence or dict of `Loss`.
-        samples: Samples in the micro-batch, the items of a bare scalar; None if unknown.
-        needs_graph: Whether a loss without a graph is an error.
-
-    Raises:
-        BatchError: H201 for something that is no scalar loss, H202 for one without a graph, H203 for items
-            that are no count of zero or more.
+    H201 for something that is no scalar loss, H202 for one without a graph if it needs one, H203 for items that are
+    no count of zero or more. `samples` are the items of a bare scalar; None if unknown.
     """
     if type(returned) is torch.Tensor and returned.requires_grad and not (returned.dim() or returned.is_complex()):
         return Terms(means=(returned,), items=(1 if samples is None else samples,), declared=False)  # the usual one

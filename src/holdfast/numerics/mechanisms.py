@@ -29,11 +29,7 @@ _SINGULAR: dict[str, str] = yaml.safe_load(
 
 
 def readable(name: str) -> str:
-    """Return an operation's name as users know it.
-
-    Args:
-        name: Of an operation (``"_log_softmax"``, ``"add_"``) or of an autograd node (``"LogSoftmaxBackward0"``).
-    """
+    """Return the name that users know of an operation (``"add_"``) or an autograd node (``"AddBackward0"``)."""
     name = name.removeprefix("torch::autograd::")
     node = re.fullmatch(r"(.*?)Backward\d*s?", name)
     if node is not None or name[:1].isupper():

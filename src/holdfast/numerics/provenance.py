@@ -85,7 +85,7 @@ def trace(
     batch_tensors: Sequence[tuple[str, torch.Tensor]],
     batch_size: int | None,
 ) -> Origin | None:
-    """Run a failing step once more and say where its NaN or Inf comes from.
+    """Run a failing step once more and say where its NaN or Inf comes from; None if all was finite this time.
 
     Args:
         run_once: Runs forward and backward into ``.grad`` of `parameters`; returns the detached loss, shape ``()``.
@@ -93,9 +93,6 @@ def trace(
         parameters: Those that get gradients, by name.
         batch_tensors: The tensors of the batch, by name.
         batch_size: Samples of the batch as `run_once` passes it to the model; None if unknown.
-
-    Returns:
-        The origin; None if loss and gradients were finite this time.
 
     Raises:
         UntraceableError: if operations that may be to blame could not be examined.

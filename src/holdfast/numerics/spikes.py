@@ -74,11 +74,8 @@ class SpikeDetector:
     """Judges each step by its loss and its gradient norm, before it is committed.
 
     It says nothing about the first 96 values of a key. A `Level.DIVERGED` is returned once; then either `return_to`
-    is called, after a rollback, or the new level becomes the usual one. So no regime is suspected for ever.
-
-    Args:
-        objective: For any but ``"minimize"`` the loss means nothing by its level: there is no more than
-            `Level.SOFT`, and the run counts as calm.
+    is called, after a rollback, or the new level becomes the usual one. So no regime is suspected for ever. For any
+    objective but ``"minimize"`` the loss means nothing by its level: no more than `Level.SOFT`, and the run is calm.
 
     Cost: about 3 microseconds a step. No sync: it takes numbers that are on the host already.
     """
@@ -90,12 +87,9 @@ class SpikeDetector:
         """Steps judged so far, of all keys and with finite values; `return_to` goes back in it."""
 
     def judge(self, key: str, loss: float, norm: float) -> Level:
-        """Return how far a step stands out.
+        """Return how far a step stands out, by its mean loss and the L2 norm of all gradients before clipping.
 
-        Args:
-            key: Names the loss; losses of different meaning need different keys.
-            loss: Mean loss. A NaN or an Inf is not judged, here or in `norm`: it is no matter of degree.
-            norm: L2 norm of all gradients, before clipping.
+        Losses of different meaning need different keys. A NaN or an Inf is not judged: it is no matter of degree.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return Level.CALM

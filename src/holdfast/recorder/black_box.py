@@ -38,14 +38,9 @@ class StepMark(IntEnum):
 
 
 class EventRing:
-    """Write the events of one process.
+    """Write the events of one process into a directory; OSError as `RingWriter`.
 
-    Args:
-        directory: Where the file lies.
-        capacity: Parts that are kept; 512 of them take 254 KiB, and an exception takes about 4.
-
-    Raises:
-        OSError: as `RingWriter`.
+    `capacity` is in parts: 512 of them take 254 KiB, and an exception takes about 4.
     """
 
     def __init__(self, directory: Path, *, capacity: int = 512) -> None:
@@ -75,13 +70,9 @@ def _encode(event: Event, facts: Mapping[str, Any]) -> bytes:
 
 
 class BlackBox:
-    """Write steps and events of one process.
+    """Write steps and events of one process, into two files of a directory that is made if missing.
 
-    Args:
-        directory: Where the two files lie; made if missing.
-
-    Raises:
-        OSError: if the files cannot be created or their 3 MiB cannot be allocated.
+    OSError if the files cannot be created or their 3 MiB cannot be allocated.
     """
 
     def __init__(self, directory: Path) -> None:

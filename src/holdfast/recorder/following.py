@@ -30,11 +30,7 @@ class RingFollower:
         """Records that were overwritten before they were read."""
 
     def records(self) -> list[Record]:
-        """Return the whole records since the last call, oldest first.
-
-        Raises:
-            RunDirectoryError: H305, as `read_ring`.
-        """
+        """Return the whole records since the last call, oldest first; H305 as `read_ring`."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:

@@ -70,13 +70,9 @@ class Standing(NamedTuple):
 
 
 class ProgressBoard:
-    """Show where this process stands.
+    """Show where this process stands, in a file that is made anew, or (None) in memory that nobody else sees.
 
-    Args:
-        path: The file; made anew. None: memory that nobody else sees.
-
-    Raises:
-        OSError: if it cannot be made.
+    OSError if it cannot be made.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -119,11 +115,7 @@ def _map_new(path: Path | None) -> mmap.mmap:
 
 
 def read_board(path: Path) -> Standing | None:
-    """Return what a board shows; None if it is missing, torn, cut or no board.
-
-    Raises:
-        RunDirectoryError: H305 if a newer holdfast wrote it.
-    """
+    """Return what a board shows; None if it is missing, torn, cut or no board. H305 if a newer holdfast wrote it."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -185,11 +177,7 @@ class StepSample(NamedTuple):
 class SampleRing(RingWriter):
     """Append samples of steps; the newest 32,768 are kept, in 4 MiB, and can still be completed.
 
-    Args:
-        path: The file, made or continued.
-
-    Raises:
-        OSError: as `RingWriter`.
+    The file is made or continued; OSError as `RingWriter`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -208,12 +196,9 @@ class SampleRing(RingWriter):
         learning_rate: float | None,
         *others: float,
     ) -> int:
-        """Write one sample, given as the fields of `StepSample` in order, but for the last.
+        """Write a sample, the fields of `StepSample` in order but for the last; return its number, for `amend`.
 
         Cost: below 1 microsecond; no system call.
-
-        Returns:
-            Its number, for `amend`.
         """
         is_read = (loss is not None) + 2 * (grad_norm is not None) + 4 * (learning_rate is not None)
         number = self._sequence + 1
@@ -240,11 +225,7 @@ class SampleRing(RingWriter):
 
 
 def read_samples(path: Path) -> list[StepSample]:
-    """Return the samples of a ring, oldest first.
-
-    Raises:
-        RunDirectoryError: H305, as `read_ring`.
-    """
+    """Return the samples of a ring, oldest first; H305 as `read_ring`."""
     return [sample for sample in map(sample_of, read_ring(path)) if sample is not None]
 
 

@@ -33,11 +33,7 @@ class StepRecord:
 
 
 def read_steps(directory: Path) -> list[StepRecord]:
-    """Return the recorded marks of steps, oldest first.
-
-    Raises:
-        RunDirectoryError: H305, as `read_ring`.
-    """
+    """Return the recorded marks of steps, oldest first; H305 as `read_ring`."""
     return [mark for mark in map(mark_of, read_ring(directory / STEPS_FILE)) if mark is not None]
 
 
@@ -56,11 +52,7 @@ def mark_of(record: Record) -> StepRecord | None:
 
 
 def not_recorded_any_more(directory: Path) -> str:
-    """Return which steps of a process its rings do not hold any more, as words; an empty text if they hold all.
-
-    Raises:
-        RunDirectoryError: H305, as `read_ring`.
-    """
+    """Return which steps of a process its rings do not hold any more, as words; an empty text if they hold all."""
     for name in (SAMPLES_FILE, STEPS_FILE):
         records = read_ring(directory / name)
         if records and records[0].sequence > 1:
@@ -76,11 +68,7 @@ def words_of_lost(count: int, step: int) -> str:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """Return the recorded events, oldest first.
-
-    Raises:
-        RunDirectoryError: H305, as `read_ring`.
-    """
+    """Return the recorded events, oldest first; H305 as `read_ring`."""
     parts = EventParts()
     return [event for record in read_ring(directory / EVENTS_FILE) if (event := parts.add(record)) is not None]
 

@@ -156,8 +156,7 @@ def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
 def read_ring(path: Path) -> list[Record]:
     """Return the whole records of a ring, oldest first; a missing file gives none.
 
-    Raises:
-        RunDirectoryError: H305 if the file is no ring or was written by a newer holdfast.
+    H305 if the file is no ring or was written by a newer holdfast.
     """
     if not path.exists():
         return []

@@ -54,13 +54,10 @@ class ProcessInfo(NamedTuple):
 
 
 def write_process(run: Path, info: ProcessInfo) -> Path:
-    """Write what a process says of itself, and return its folder.
+    """Write what a process says of itself, and return its folder; OSError if it cannot be made or written.
 
     Whole or not at all, but not flushed to the disk: it must survive the process, not the machine, and a process of
     the user must not wait for a disk when it starts.
-
-    Raises:
-        OSError: if the folder cannot be made or written.
     """
     folder = run / PROCESSES_FOLDER / info.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,6 @@
 """From a snapshot of a run to figures for plotly.js, as plain JSON values. Colours are left to the page's two themes.
 
 Every text that enters a figure passes `label`: plotly.js draws some HTML in texts, and a run may have any name.
-
-Does not: import plotly (the page embeds its script), write HTML (``page``).
 """
 
 from __future__ import annotations

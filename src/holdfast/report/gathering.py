@@ -2,8 +2,6 @@
 
 Tolerant and bounded: a damaged, missing or unreadable file leaves a sentence in `RunSnapshot.problems` and no gap
 elsewhere; curves are thinned one process after the other, and events, stacks and output are cut.
-
-Does not: draw (``figures``, ``page``), follow a run that goes on (``watching``).
 """
 
 from __future__ import annotations
@@ -70,11 +68,7 @@ class _Reading:
 
 
 def gather(run: Path) -> RunSnapshot:
-    """Return all that is known of a run directory.
-
-    Args:
-        run: Of ``holdfast run`` or of a guard; it may be unfinished or damaged.
-    """
+    """Return all that is known of a run directory, of `holdfast run` or a guard, unfinished or damaged."""
     reading = _Reading()
     sources = reading.listed(find_sources, run)
     supervised = read_json(run / SUPERVISED_FILE)

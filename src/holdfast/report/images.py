@@ -1,8 +1,6 @@
 """The images of a run for its page: of each tag the newest and a few earlier ones, whole, and bounded in all.
 
 Nothing but a regular file that is a whole PNG is taken, whatever lies there; what is passed over leaves a sentence.
-
-Does not: write them (``run.images``), draw the page (``page``).
 """
 
 from __future__ import annotations
@@ -34,11 +32,9 @@ class ImageSeen:
 
 
 def read_images(runs: Iterable[Path], problems: list[str]) -> list[ImageSeen]:
-    """Return what is to be shown, by tag and then from the newest step to the oldest.
+    """Return what is to be shown of guards' run directories, by tag and then from the newest step to the oldest.
 
-    Args:
-        runs: Run directories of guards.
-        problems: Sentences about what was passed over are added here.
+    Sentences about what was passed over are added to `problems`.
     """
     with_images = [run for run in runs if (run / IMAGES_FOLDER).is_dir()]
     chosen: list[tuple[int, str, int, Path]] = []  # how far down in its tag, tag, step, file

@@ -2,8 +2,6 @@
 
 Every text that a run chose is put in as `Text` after `sanitise`, never as markup, so that it cannot colour, link,
 clear or move anything.
-
-Does not: read a run (``watching``).
 """
 
 from __future__ import annotations
@@ -41,11 +39,7 @@ _ALARMING = frozenset({"exception", "hang", "stop", "stopped", "out_of_memory", 
 
 
 def follow(watched: Watched, console: Console, wait: Callable[[float], object]) -> RunSnapshot:
-    """Show a run in a terminal until it ends, twice a second, and return the last snapshot.
-
-    Raises:
-        KeyboardInterrupt: from the user, after the picture was left in order.
-    """
+    """Show a run in a terminal until it ends or the user interrupts it, twice a second; return the last snapshot."""
     run = watched.look()
     with Live(draw(run, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while run.state != "ended":
@@ -56,12 +50,7 @@ def follow(watched: Watched, console: Console, wait: Callable[[float], object]) 
 
 
 def draw(run: RunSnapshot, width: int) -> RenderableType:
-    """Return the picture of a run.
-
-    Args:
-        run: From `Watched.look`.
-        width: Columns of the terminal.
-    """
+    """Return the picture of a run, for a terminal of so many columns."""
     present = [each for each in run.processes if each.alive is not False or each.role in ("trainer", "guard")]
     processes = present or run.processes  # workers of epochs that are over are many
     shown = processes[:_MOST_PROCESSES]

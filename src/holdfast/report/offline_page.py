@@ -3,8 +3,6 @@
 ``templates/page.html`` is a template of Jinja2. All text is sanitised and escaped where it enters; data enters a
 script as JSON in which ``<``, ``>`` and ``&`` are written as escapes; the page's own policy names the two scripts by
 their digests and loads nothing. ``page.css`` and ``page.js`` go in as they are.
-
-Does not: know what a page shows (``page``).
 """
 
 from __future__ import annotations
@@ -28,15 +26,12 @@ _IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028
 
 
 def fill_page(figures: Mapping[str, object], filters: Mapping[str, Callable[..., Any]], **seen: Any) -> str:
-    """Return a page.
+    """Return a page (H742 without plotly).
 
     Args:
         figures: Of plotly, by the id of the element that each is drawn in.
         filters: That the template applies, by name, beside those of the walls; what they return is text.
         **seen: What the template shows.
-
-    Raises:
-        PolicyError: H742, if plotly is not installed.
     """
     made = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, finalize=_harmless, undefined=StrictUndefined,
@@ -67,11 +62,7 @@ def _prose(value: str) -> Markup:
 
 
 def plotly_script() -> str:
-    """Return plotly.js.
-
-    Raises:
-        PolicyError: H742, if plotly is not installed.
-    """
+    """Return plotly.js (H742 if plotly is not installed)."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

@@ -1,7 +1,6 @@
 """The page: one HTML file that opens offline and says why a run ended and how it went.
 
-What it looks like is in ``templates/page.html``. Does not: read a run (``gathering``), decide what a curve looks like
-(``figures``), or keep what a run said from being more than data (``offline_page``).
+What it looks like is in ``templates/page.html``.
 """
 
 from __future__ import annotations
@@ -21,15 +20,7 @@ from holdfast.report.verdicts import how_sure
 
 
 def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
-    """Return the page of a run.
-
-    Args:
-        run: From `gathering.gather`.
-        now: Time to write at its foot.
-
-    Raises:
-        PolicyError: H742, if plotly is not installed.
-    """
+    """Return the page of a run, with a time at its foot (H742 if plotly is not installed)."""
     return fill_page(
         figures(run),
         {"moment": moment, "size": size, "base64": lambda data: base64.b64encode(data).decode(), "facts": _facts_of},

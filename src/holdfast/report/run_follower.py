@@ -1,7 +1,7 @@
 """Follow a run: what every process recorded since the last look, whoever comes and goes.
 
 Most folders of a run of many epochs are those of loader workers that ended long ago: these are read to their end and
-forgotten. Does not: keep what it read, wait, draw.
+forgotten.
 """
 
 from __future__ import annotations
@@ -39,13 +39,9 @@ from holdfast.report.sources import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What one source recorded since the last look.
+    """What a source recorded since the last look, oldest first; of a plain guard loss, norm and duration of steps.
 
-    Args:
-        source: Who.
-        samples: Steps, oldest first; of a plain guard with loss, gradient norm and duration only.
-        events: Oldest first.
-        lost: Samples that were overwritten before they were read, since the last look.
+    `lost` counts samples that were overwritten before they were read.
     """
 
     source: Source
@@ -55,12 +51,7 @@ class News:
 
 
 class RunFollower:
-    """Follow the recordings of a run directory.
-
-    Args:
-        run: The directory; processes and guards may appear later.
-        steps: Whether steps are read, or events only.
-    """
+    """Follow the recordings of a run directory, events and `steps`; processes and guards may appear later."""
 
     def __init__(self, run: Path, *, steps: bool = True) -> None:
         self._run = run
@@ -74,11 +65,7 @@ class RunFollower:
         """What cannot be read, by directory."""
 
     def new(self, *, hold_back: bool = True) -> list[News]:
-        """Return the news of every source that has some; what cannot be read is noted in `problems`.
-
-        Args:
-            hold_back: As `SampleFollower.new`.
-        """
+        """Return the news of every source that has some; what cannot be read is noted in `problems`."""
         try:
             self.sources = [*find_sources(self._run, self._processes()), *self._guards.values()]
         except (OSError, TypeError) as error:

@@ -1,6 +1,6 @@
 """A run at one moment, as `holdfast report`, `watch` and `metrics` show it.
 
-`gathering.gather` makes it of everything that was recorded, `watching.Watched` of what is new. Does not: read, draw.
+`gathering.gather` makes it of everything that was recorded, `watching.Watched` of what is new.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Curves over steps, thinned so that every dip and peak that was recorded can still be seen.
-
-Does not: draw (``figures``), find the files (``gathering``).
-"""
+"""Curves over steps, thinned so that every dip and peak that was recorded can still be seen."""
 
 from __future__ import annotations
 
@@ -25,12 +22,9 @@ _SHARE_BUCKETS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One curve.
+    """One curve over steps, in the order in which they were made; NaN in a gap, as where the run went back.
 
-    Args:
-        steps: Optimizer steps, in the order in which they were made; NaN in a gap where the run went back.
-        values: As many values; NaN in a gap.
-        nonfinite: Steps whose value is infinite or NaN.
+    `nonfinite` are the steps whose value is infinite or NaN.
     """
 
     steps: Numbers

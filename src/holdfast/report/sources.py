@@ -1,7 +1,4 @@
-"""Where a run's recordings lie: of the supervisor, of each observed process, and of guards.
-
-Does not: read the recordings (``gathering`` reads them whole, ``run_follower`` what is new).
-"""
+"""Where a run's recordings lie: of the supervisor, of each observed process, and of guards."""
 
 from __future__ import annotations
 
@@ -50,12 +47,7 @@ class EventSeen:
 
 
 def check_run(run: Path) -> Path:
-    """Return the directory with links resolved.
-
-    Raises:
-        RunDirectoryError: H741, if nothing was recorded there.
-        OSError: if it may not be read.
-    """
+    """Return the directory with links resolved (H741 if nothing was recorded there, OSError without rights)."""
     names = {path.name for path in run.iterdir()} if run.is_dir() else set()
     if not names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}:
         raise RunDirectoryError(
@@ -70,9 +62,7 @@ def check_run(run: Path) -> Path:
 def find_sources(run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None = None) -> list[Source]:
     """Return the sources of a run, the supervisor first, then processes by attempt, rank and start, then guards.
 
-    Args:
-        run: The run directory.
-        processes: What `read_processes` gives, if that is known.
+    `processes` is what `read_processes` gives, if that is known.
     """
     found = []
     if (run / SUPERVISOR_FOLDER).is_dir():

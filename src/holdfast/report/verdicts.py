@@ -1,7 +1,4 @@
-"""The verdict of a run as reports show it: read from ``verdict.json``, else judged now.
-
-Does not: judge (``explain.judging``).
-"""
+"""The verdict of a run as reports show it: read from ``verdict.json``, else judged now."""
 
 from __future__ import annotations
 
@@ -20,12 +17,7 @@ _SURE = ((0.9, "almost certain"), (0.75, "very likely"), (0.6, "likely"), (0.4, 
 
 
 def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
-    """Return why a run ended, or None if nobody can tell.
-
-    Args:
-        run: The run directory.
-        problems: Gets a sentence if something cannot be read or judged.
-    """
+    """Return why a run ended, or None if nobody can tell; `problems` gets a sentence about what cannot be judged."""
     values = read_json(run / VERDICT_FILE)
     if values:
         return verdict_from(values)

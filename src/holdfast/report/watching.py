@@ -1,8 +1,6 @@
 """What can be seen of a run right now, a `RunSnapshot` for each look.
 
 Works over a directory that is half written, that a killed run left behind, or that another machine writes.
-
-Does not: draw, judge (a verdict is only read), signal a process.
 """
 
 from __future__ import annotations
@@ -40,12 +38,7 @@ _SILENT_SECONDS = 5.0
 
 
 class Watched:
-    """Look at a run again and again.
-
-    Args:
-        run: The run directory.
-        clock: Time.
-    """
+    """Look at a run directory again and again."""
 
     def __init__(self, run: Path, clock: Clock) -> None:
         self._run = run
@@ -71,11 +64,7 @@ class Watched:
         return tuple(text for key, text in self._follower.problems.items() if key.endswith(" lost"))
 
     def look(self, *, hold_back: bool = True) -> RunSnapshot:
-        """Return the run as it stands.
-
-        Args:
-            hold_back: Whether the newest samples wait until their values were read, as in `SampleFollower.new`.
-        """
+        """Return the run as it stands; the newest samples may be held back, as in `SampleFollower.new`."""
         news = self._follower.new(hold_back=hold_back)
         self._take_in(news)
         supervised = read_json(self._run / SUPERVISED_FILE)

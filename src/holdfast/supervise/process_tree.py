@@ -133,8 +133,7 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], set[int]]:
     """Kill what `find` returns until it returns nothing, for so many seconds: processes may be born meanwhile.
 
-    Returns:
-        The pids that were killed, and those that cannot be, since the kernel waits for something in their name.
+    Return the pids that were killed, and those that cannot be, since the kernel waits for something in their name.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
@@ -148,13 +147,10 @@ def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], se
 
 
 def keep_watch(pipe: int, mark: str, note: str) -> None:
-    """Wait until the supervisor's end of the pipe is closed; then kill what it has left.
+    """Wait until the supervisor's end of the pipe is closed; then kill what it has left (`marked_processes`).
 
-    Args:
-        pipe: Descriptor to read from. Each line that comes through it is the number of the newest session; a line
-            ``"done"`` says that the supervisor has ended by itself.
-        mark: See `marked_processes`.
-        note: Where to write what was found if the supervisor did not end by itself.
+    Each line that comes through the pipe is the number of the newest session; a line ``"done"`` says that the
+    supervisor has ended by itself. If it has not, what was found is written to the file `note`.
     """
     session, done = 0, False
     with open(pipe, "rb", closefd=False) as file:

@@ -34,7 +34,6 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
         [None, 1, 1e-9, 5.0, np.float64(0.5)],
     ),
     "clip_by": (["groups", "GLOBAL", None, 1], ["global"]),  # the others need a limit: see the contradictions
-    "adaptive_clip_factor": ([0, 0.0, -0.01, math.nan, math.inf, "0.01", True, False], [None, 0.01, 1]),
     "provenance": _SWITCH,
     "drop_nonfinite_samples": _SWITCH,
     "nonfinite_patience": (_NOT_A_COUNT, [None, 1]),

@@ -13,24 +13,24 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.forecast.fake.device import forecast_device
-from holdfast.forecast.kernels.attention import (
-    AttentionCall,
-    Backend,
-    choose_backend,
-)
+from holdfast.forecast.kernels.attention import Backend, choose_backend
 
 RUNS_IN_CHILD = True
 
 BF16 = torch.bfloat16
 
 
-def call(dtype: str = "bfloat16", **given: Any) -> AttentionCall:
-    """Return a call; `given` are sizes of it, and fields of `AttentionCall`."""
+def call(dtype: str = "bfloat16", **given: Any) -> dict[str, Any]:
+    """Return the arguments of `choose_backend` for a call; `given` are sizes of it, and flags."""
     head, heads, length = given.pop("head", 64), given.pop("heads", 8), given.pop("length", 128)
     keys = (2, given.pop("key_heads", heads), given.pop("key_length", length))
-    plain = {"query": (2, heads, length, head), "key": (*keys, head), "value": (*keys, given.pop("value_head", head))}
+    shapes = [given.pop("query", (2, heads, length, head)), (*keys, head), (*keys, given.pop("value_head", head))]
     dtypes = [getattr(torch, name) for name in (dtype, dtype, given.pop("value_dtype", dtype))]
-    return AttentionCall(dtypes=tuple(dtypes), **plain | given)
+    tensors = [torch.empty(*shape, dtype=kind, device="meta") for shape, kind in zip(shapes, dtypes, strict=True)]
+    if not given.pop("unit_strides", True):
+        tensors[0] = torch.empty(*shapes[0], 2, dtype=dtypes[0], device="meta")[..., 0]
+    mask = given.pop("mask", None)
+    return {"tensors": tensors, "mask": None if mask is None else torch.empty(*mask, device="meta"), **given}
 
 
 CALLS = yaml.safe_load(Path(__file__).with_name("attention.yaml").read_text(encoding="utf-8"))
@@ -39,22 +39,22 @@ CALLS = yaml.safe_load(Path(__file__).with_name("attention.yaml").read_text(enco
 @pytest.mark.parametrize(("_", "given", "expected"), CALLS, ids=[call[0] for call in CALLS])
 def test_a_call_gets_the_kernel_that_cuda_takes(_: str, given: dict[str, Any], expected: str) -> None:
     """Each call of the table comes out as torch's own conditions in sdp_utils.cpp say."""
-    assert choose_backend(call(**given)) is Backend[expected]
+    assert choose_backend(**call(**given)) is Backend[expected]
 
 
 def test_grouped_queries_with_a_mask_depend_on_the_version() -> None:
     """A mask excludes flash, and before torch 2.14 the efficient kernel takes no groups, so the scores are kept."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     expected = Backend.EFFICIENT if version >= (2, 14) else Backend.MATH
-    assert choose_backend(call(key_heads=2, grouped=True, mask=(2, 1, 128, 128))) is expected
+    assert choose_backend(**call(key_heads=2, grouped=True, mask=(2, 1, 128, 128))) is expected
 
 
 def test_what_the_user_forbids_is_not_taken() -> None:
     """The next kernel in the order is taken if one is forbidden, and torch's error comes if none is left."""
     allowed = frozenset({Backend.EFFICIENT, Backend.MATH})
-    assert choose_backend(call(), allowed) is Backend.EFFICIENT
+    assert choose_backend(**call(), enabled=allowed) is Backend.EFFICIENT
     with pytest.raises(RuntimeError, match="No available kernel"):
-        choose_backend(call("float32"), frozenset({Backend.FLASH}))
+        choose_backend(**call("float32"), enabled=frozenset({Backend.FLASH}))
 
 
 SHAPE = (2, 4, 128, 64)

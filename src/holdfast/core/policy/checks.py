@@ -70,7 +70,6 @@ CHECKS: dict[str, _Check] = {
     "cpu_malloc_threshold_bytes": _COUNT_OR_AUTO,
     "max_grad_norm": _LIMIT,
     "clip_by": _one_of(ClipBy),
-    "adaptive_clip_factor": _LIMIT,
     "provenance": _FLAG,
     "drop_nonfinite_samples": _FLAG,
     "nonfinite_patience": _OPTIONAL_COUNT,

@@ -127,11 +127,6 @@ class Policy:
     """Over what the norm is taken: all gradients of the step (keeps the direction), each ``"optimizer"``, or
     each parameter ``"group"`` of each optimizer. They are different algorithms."""
 
-    adaptive_clip_factor: float | None = None
-    """Largest norm of a unit's gradient as a fraction of the norm of the unit's weights (AGC, arXiv 2102.06171, which
-    uses 0.01 at batch size 4096). It has no running statistics that a NaN could spoil. Applied before
-    ``max_grad_norm``. None turns it off."""
-
     provenance: bool = True
     """Whether a step with NaN or Inf is replayed to name the operation, module, parameter and sample that it came
     from. Costs nothing until it happens."""
@@ -330,11 +325,7 @@ class Policy:
 
 
 def _check(policy: Policy) -> None:
-    """Check every field by itself, and then the fields against each other.
-
-    Raises:
-        PolicyError: H102 for a value, H109 for values that exclude each other.
-    """
+    """Check every field by itself (H102), and then the fields against each other (H109)."""
     for name, (allowed, is_allowed) in CHECKS.items():
         value = getattr(policy, name)
         if not is_allowed(value):

@@ -47,11 +47,7 @@ def presets() -> Mapping[str, Preset]:
 
 
 def find_preset(name: object) -> Preset:
-    """Return a preset by its name.
-
-    Raises:
-        PolicyError: H110, naming the nearest one.
-    """
+    """Return a preset by its name; H110 names the nearest one."""
     found = presets().get(name) if isinstance(name, str) else None
     if found is None:
         raise PolicyError(

@@ -33,9 +33,7 @@ _OPTION = "holdfast_"  # of the options' names in a namespace, which they share 
 def naming_variables(error: PolicyError, keys: Iterable[str]) -> PolicyError:
     """Return an error about values that says which of them came from the environment, where nobody would look.
 
-    Args:
-        error: The error.
-        keys: Fields that variables have set.
+    `keys` are the fields that variables have set.
     """
     named = [PREFIX + key.upper() for key in keys if re.search(rf"\b{key}\b", error.what)]
     if not named:
@@ -45,15 +43,9 @@ def naming_variables(error: PolicyError, keys: Iterable[str]) -> PolicyError:
 
 
 def check_keys(keys: Iterable[str], fields: Iterable[str], variable: str = "") -> None:
-    """Check that every key is a policy field, or ``"preset"``.
+    """Check that every key is a policy field, or ``"preset"``; H101 names the nearest field.
 
-    Args:
-        keys: What was given.
-        fields: Of the policy.
-        variable: The environment variable that they come from, if they do.
-
-    Raises:
-        PolicyError: H101, naming the nearest field.
+    `variable` is the environment variable that they come from, if they do.
     """
     known = [*fields, PRESET]
     for key in keys:
@@ -70,11 +62,7 @@ def check_keys(keys: Iterable[str], fields: Iterable[str], variable: str = "") -
 
 
 def from_yaml(path: Path, fields: Iterable[str]) -> dict[str, Any]:
-    """Return what a YAML file sets.
-
-    Raises:
-        PolicyError: H101 for an unknown key, H103 for a file that is no YAML mapping.
-    """
+    """Return what a YAML file sets; H101 for an unknown key, H103 for a file that is no YAML mapping."""
     import yaml
 
     found = {str(key): _plain(value, str(key)) for key, value in _mapping(path, yaml.SafeLoader).items()}
@@ -83,11 +71,7 @@ def from_yaml(path: Path, fields: Iterable[str]) -> dict[str, Any]:
 
 
 def from_environment(environment: Mapping[str, str], fields: Iterable[str]) -> dict[str, Any]:
-    """Return what the ``HOLDFAST_*`` variables set.
-
-    Raises:
-        PolicyError: H101 for an unknown field, H102 for text that is no YAML value.
-    """
+    """Return what the ``HOLDFAST_*`` variables set (H101 for an unknown field, H102 for what is no YAML value)."""
     found: dict[str, Any] = {}
     for variable, text in environment.items():
         if variable.startswith(PREFIX):
@@ -156,9 +140,7 @@ def _plain(value: Any, key: str = "") -> Any:
 def meanings_of(file: Path, name: str) -> dict[str, str]:
     """Return the text under each field of a class, by field, so that help and source cannot disagree.
 
-    Args:
-        file: The module; one that has no source any more gives no texts.
-        name: Of the class.
+    A module that has no source any more gives no texts.
     """
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body
@@ -174,12 +156,9 @@ def meanings_of(file: Path, name: str) -> dict[str, str]:
 
 
 def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], meanings: Mapping[str, str]) -> None:
-    """Add ``--preset``, ``--policy`` and one option for each field to a parser.
+    """Add ``--preset``, ``--policy`` and one option for each field to a program's parser.
 
-    Args:
-        parser: Of the program.
-        defaults: By field; they are shown in the help and put nothing into the namespace.
-        meanings: By field, for the help.
+    Defaults, by field, are shown in the help beside their meanings, and put nothing into the namespace.
     """
     group = parser.add_argument_group("holdfast", "values are YAML: 1.0, true, none, auto; lists: a,b")
     add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
@@ -192,11 +171,7 @@ def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], me
 
 
 def from_options(namespace: argparse.Namespace, fields: Iterable[str]) -> tuple[str | None, dict[str, Any]]:
-    """Return the path given by ``--policy``, and what the options set.
-
-    Raises:
-        PolicyError: H102 for text that is no YAML value.
-    """
+    """Return the path given by ``--policy``, and what the options set; H102 for text that is no YAML value."""
     given = {key: getattr(namespace, _OPTION + key, None) for key in (PRESET, *fields)}
     found = {key: _parsed("--" + key.replace("_", "-"), key, text) for key, text in given.items() if text is not None}
     return getattr(namespace, _OPTION + "policy", None), found
@@ -213,8 +188,7 @@ _RECIPE_KEYS = ("max_grad_norm", "clip_grad_norm", "nonfinite_patience", "precis
 def from_speechbrain(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Return the policy values that do what a SpeechBrain recipe asks for; see `Policy.from_speechbrain`.
 
-    Raises:
-        PolicyError: H101 for a misspelt key, H102 for a value, H103 for a file that is no YAML mapping.
+    H101 for a misspelt key, H102 for a value, H103 for a file that is no YAML mapping.
     """
     given = source if isinstance(source, Mapping) else _mapping(Path(source), _opaque_loader())
     for key in given:

@@ -157,8 +157,7 @@ class CachingAllocator:
     def allocate(self, size: int) -> Block:
         """Return a block for a request, rounded as `replay.round_sizes` does (malloc, alloc_found_block).
 
-        Raises:
-            OutOfDeviceMemoryError: No memory is left, also after all that is cached was given back.
+        OutOfDeviceMemoryError if no memory is left, also after all that is cached was given back.
         """
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._find_free(pool, size) or self._grow(pool, size)

@@ -49,8 +49,7 @@ def replay(
 ) -> Replay:
     """Play a trace through an empty allocator, which can get `cap_bytes` of the driver.
 
-    Raises:
-        ValueError: A storage is freed that does not live, or allocated while it does.
+    ValueError if a storage is freed that does not live, or allocated while it does.
     """
     rounded = round_sizes(sizes).tolist()
     simulated = CachingAllocator(expandable_segments=expandable_segments, cap_bytes=cap_bytes)

@@ -78,14 +78,10 @@ class Device:
 
 
 def find_device(text: str) -> Device:
-    """Return the device that a user means.
+    """Return the device that a user means (H416 if nothing is known by that name, or the file is none of ours).
 
-    Args:
-        text: A name (``RTX 4090``, ``A100-80GB``, ``NVIDIA H100 PCIe``), a size (``24GiB``: all that processes can
-            have of an unknown device), or the path of a file from ``holdfast calibrate``.
-
-    Raises:
-        PolicyError: Nothing is known by that name, or the file is none of ours (H416).
+    A name (``RTX 4090``, ``A100-80GB``, ``NVIDIA H100 PCIe``), a size (``24GiB``: all that processes can have of an
+    unknown device), or the path of a file from ``holdfast calibrate``.
     """
     if text.endswith(".json"):
         return load_device(Path(text))

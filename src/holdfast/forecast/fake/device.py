@@ -173,12 +173,9 @@ class ForecastDevice:
 
 @contextlib.contextmanager
 def forecast_device(route: str = "privateuse1", precision: str = "fp32") -> Iterator[ForecastDevice]:
-    """Run code in shapes only, on a device that stands for CUDA's.
+    """Run code in shapes only, on a device that stands for CUDA's (H423 if this torch has no slot for it).
 
     On route ``"cpu"`` it is the host, to be compared with real runs, and code finds there what the host has.
-
-    Raises:
-        PolicyError: [H423] this torch has no slot for the device.
     """
     on_slot = route == "privateuse1"
     guesses, uncalibrated = Guesses(), Uncalibrated()

@@ -76,8 +76,7 @@ def load_factory(name: str) -> Function:
 def call_factory(name: str, factory: Function, *, size: int) -> Built:
     """Call a factory, with `size` if it has a parameter for it, and read what it returns.
 
-    Raises:
-        PolicyError: H410 or H411 if it raises, H412 if it returns something else.
+    H410 or H411 if it raises, H412 if it returns something else.
     """
     given = {key: size for key in _SIZE_NAMES if key in inspect.signature(factory).parameters}
     try:

@@ -1,7 +1,7 @@
-"""The process that traces: reads one request from stdin, traces, and answers in lines of JSON on what was stdout.
+"""The process that traces: it finds one request as a file in a folder, and writes what it does and finds there.
 
-What user code prints goes to stderr, which the parent keeps. The process ends when its stdin is closed, so that it
-does not outlive its parent. It is never used twice: the fake device is there for good.
+What user code prints goes to a file that the parent keeps. It is killed when its parent dies. It is never used twice:
+the fake device is there for good.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -26,66 +24,45 @@ from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built
 from holdfast.forecast.job.jobs import Job
+from holdfast.forecast.job.tracing import ANSWER, DOING, REQUEST
 from holdfast.forecast.kernels import scratch, scratch_cpu
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.tracer import Tracer
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHARE_OF_GROWTH = 0.01  # of the peak, that a step may leave behind without a word: small histories do
-Say = Callable[[dict[str, Any]], None]
 
 
-def main() -> None:
-    """Do what the request asks for."""
-    request, say = _connect()
+def main(folder: Path) -> None:
+    """Do what the request in a folder asks for, and write the answer there."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    request = json.loads((folder / REQUEST).read_bytes())
+    message: dict[str, Any]
     try:
-        answer = _Tracing(request, say).answer()
+        message = {"answer": _Tracing(request, folder).answer()}
     except HoldfastError as error:
         words = {"what": error.what, "limit": error.limit, "fix": error.fix, "rule": error.rule}
-        say({"error": {"kind": type(error).__name__, **words}})
-    else:
-        say({"answer": answer})
+        message = {"error": {"kind": type(error).__name__, **words}}
+    (folder / ANSWER).write_text(json.dumps(message))
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what user code has started does not hold it up
 
 
-def _connect() -> tuple[dict[str, Any], Say]:
-    """Keep stdin and stdout for the parent, and give user code stderr and an empty stdin instead."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    request: dict[str, Any] = json.loads(asked.readline())
-    threading.Thread(target=_end_with, args=(asked,), daemon=True).start()
-
-    def say(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message).encode() + b"\n")
-        answers.flush()
-
-    return request, say
-
-
-def _end_with(parent: Any) -> NoReturn:
-    while parent.read(1):
-        pass
-    os._exit(1)
-
-
 class _Tracing:
-    """Builds a job, makes steps of it and traces them: the fields of a `TraceRequest`, ``weights`` and ``folder``."""
+    """Builds a job, makes steps of it and traces them: the fields of a `TraceRequest`, and ``weights``."""
 
-    def __init__(self, request: dict[str, Any], say: Say) -> None:
-        self._request, self._say = request, say
+    def __init__(self, request: dict[str, Any], folder: Path) -> None:
+        self._request, self._folder = request, folder
         self._sizes: list[int] = request["sizes"]
         self._job: Job
         self._device: ForecastDevice
         self._tracer: Tracer
 
     def _begin(self, text: str) -> None:
-        self._say({"doing": f"{text} ({self._request['precision']})"})
+        with (self._folder / DOING).open("a") as file:
+            file.write(f"{text} ({self._request['precision']})\n")
 
     def answer(self) -> dict[str, Any]:
         """Return the fields of a `TraceResult` that are known here, and the files of the traces in the folder."""
@@ -104,7 +81,7 @@ class _Tracing:
                 traces, seconds = self._trace_sizes()
         files = [f"{number}.npz" for number in range(len(traces))]
         for file, traced in zip(files, traces, strict=True):
-            traced.save(Path(request["folder"]) / file)
+            traced.save(self._folder / file)
         return {"files": files, "trace_seconds": seconds, "build_seconds": build_seconds, **_facts(job)}
 
     def _build(self) -> Job:
@@ -179,4 +156,4 @@ def _host_bytes() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # nothing is computed, but each thread has memory
-    main()
+    main(Path(sys.argv[1]))

@@ -47,18 +47,10 @@ _PLACEMENTS = (_AS_BUILT, _BATCH, _ALL)
 
 
 class Job:
-    """One training job on the fake device, whose mode must be active; its models are brought there.
+    """One training job on the fake device, whose mode must be active; models are brought there (H413, H426, H427).
 
-    Args:
-        built: What the factory returned.
-        device: The fake device.
-        gradient_accumulation_steps: Micro-batches of a step, where a loss function is given.
-        max_grad_norm: Norm to which gradients are clipped.
-        recompute: Names of the modules to recompute, of `blocks`.
-
-    Raises:
-        PolicyError: H426, H427.
-        BatchError: H413.
+    `gradient_accumulation_steps` are micro-batches of a step, where a loss function is given; `recompute` names
+    modules of `blocks`.
     """
 
     def __init__(

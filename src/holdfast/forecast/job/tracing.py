@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from holdfast.core import errors
 from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
@@ -30,8 +29,11 @@ Weights = Literal["fake", "real"]
 
 _TIMEOUT_SECONDS = 600.0
 """Twenty times what the slowest model of the prototypes took: a recurrent decoder of 100 time steps, 29 s."""
-_LOOK_SECONDS = 0.5  # between looks at a child that says nothing
+_LOOK_SECONDS = 0.2  # between looks at what a child is doing; its end is seen at once
 _LAST_LINES = 6  # of what the child has written to stderr, in an error
+REQUEST, DOING, ANSWER = "request.json", "doing", "answer.json"
+"""Files in the folder of a child: what is asked, what it does, line by line, and what it has found or failed with."""
+
 _FACTS = (
     "parameters", "trainable_parameters", "accumulates", "host_bytes", "build_seconds", "casts",
 )  # fmt: skip
@@ -114,7 +116,7 @@ def _traced(
 ) -> TraceResult:
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         folder = Path(name)
-        asked = {**asdict(request), "weights": weights, "folder": name}
+        asked = {**asdict(request), "weights": weights}
         answer = _answer(asked, folder, on_progress, timeout_seconds)
         traces = tuple(Trace.load(folder / file) for file in answer["files"])
     return TraceResult(
@@ -131,69 +133,50 @@ def _answer(
     asked: dict[str, Any], folder: Path, on_progress: Callable[[str], object], timeout_seconds: float
 ) -> dict[str, Any]:
     """Run a child and return what it answers; raise what it says, or that it died."""
-    doing = "starting"
+    done = ["starting"]
     deadline = time.monotonic() + timeout_seconds
-    with (folder / "stderr").open("wb") as errors_file, _child(asked, errors_file) as child:
-        assert child.stdout is not None
-        try:
-            for line in _lines(child, child.stdout.fileno(), deadline):
-                message = json.loads(line)
-                if "answer" in message:
-                    return dict(message["answer"])
-                if "error" in message:
-                    raise _error_of(message["error"])
-                doing = message["doing"]
-                on_progress(doing)
-        except TimeoutError as error:
-            raise _died(f"took more than {timeout_seconds:g} s", doing, folder) from error
-        status = child.wait()
+
+    def follow() -> None:
+        for doing in (folder / DOING).read_text().split("\n")[len(done) - 1 : -1]:
+            done.append(doing)
+            on_progress(doing)
+
+    (folder / REQUEST).write_text(json.dumps(asked))
+    (folder / DOING).touch()
+    with (folder / "stderr").open("wb") as printed, _child(folder, printed) as child:
+        while child.poll() is None:
+            if time.monotonic() > deadline:
+                raise _died(f"took more than {timeout_seconds:g} s", done[-1], folder)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_LOOK_SECONDS)
+            follow()
+        status = child.returncode
+    if status == 0 and (folder / ANSWER).exists():
+        message = json.loads((folder / ANSWER).read_bytes())
+        if "error" in message:
+            raise _error_of(message["error"])
+        return dict(message["answer"])
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
     if status == -signal.SIGKILL:
-        raise _died("was killed", doing, folder, killed=True)
-    if status < 0:
-        raise _died(f"was ended by {signal.Signals(-status).name}", doing, folder)
-    raise _died(f"ended with exit code {status}", doing, folder)
+        raise _died("was killed", done[-1], folder, killed=True)
+    raise _died(how, done[-1], folder)
 
 
 @contextlib.contextmanager
-def _child(asked: dict[str, Any], errors_file: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a child, hand it the request, and let nothing of it remain.
-
-    Its stdin stays open while it is needed: it ends itself when that is closed, as it is when this process dies.
-    """
-    child = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.forecast.job.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors_file,
+def _child(folder: Path, printed: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a child that finds its request in a folder, and let nothing of it remain."""
+    child = subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-m", "holdfast.forecast.job.child", str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=printed,
+        stderr=printed,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
-    assert child.stdin is not None
     try:
-        with contextlib.suppress(BrokenPipeError):  # it died at once: its exit code says more
-            child.stdin.write(json.dumps(asked).encode() + b"\n")
-            child.stdin.flush()
         yield child
     finally:
         child.kill()
         child.wait()
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
-        if child.stdout is not None:
-            child.stdout.close()
-
-
-def _lines(child: subprocess.Popen[bytes], descriptor: int, deadline: float) -> Iterator[bytes]:
-    """Yield lines until the child, whose own children may hold the pipe for longer, has ended; or TimeoutError."""
-    held = b""
-    while True:
-        ready, _, _ = select.select([descriptor], [], [], _LOOK_SECONDS)
-        piece = os.read(descriptor, 65536) if ready else b""
-        if not piece and (ready or child.poll() is not None):
-            return
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        *lines, held = (held + piece).split(b"\n")
-        yield from lines
 
 
 def _error_of(message: dict[str, str]) -> HoldfastError:

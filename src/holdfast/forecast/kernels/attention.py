@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
 
 aten = torch.ops.aten
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 # From torch 2.14 on the efficient kernel takes fewer heads of keys than of queries (`supports_gqa` in sdp_utils.cpp).
 _EFFICIENT_TAKES_GROUPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
@@ -30,26 +29,6 @@ class Backend(enum.Enum):
     MATH = 0
     FLASH = 1
     EFFICIENT = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCall:
-    """What one call of `scaled_dot_product_attention` looks like to the choice of the kernel.
-
-    Shapes are ``(batch, heads, length, head size)``, that of the mask None if there is none. `unit_strides`: the
-    last dimension of all tensors is contiguous; `training`: a gradient is wanted for any of the three.
-    """
-
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
-    mask: tuple[int, ...] | None = None
-    unit_strides: bool = True
-    dropout: float = 0.0
-    causal: bool = False
-    grouped: bool = False
-    training: bool = True
 
 
 def install_attention(library: torch.library.Library) -> None:
@@ -67,10 +46,9 @@ def install_attention(library: torch.library.Library) -> None:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         tensors = (query, key, value)
-        call = describe(*tensors, attn_mask, dropout=dropout_p, causal=is_causal, grouped=enable_gqa)
         backend = Backend.MATH  # torch's own composite, which also says what is wrong with a causal call with a mask
         if not (is_causal and attn_mask is not None):
-            backend = choose_backend(call, _enabled())
+            backend = choose_backend(tensors, attn_mask, causal=is_causal, grouped=enable_gqa, enabled=_enabled())
         if backend is Backend.FLASH:
             return _flash(tensors, dropout_p, scale, causal=is_causal)
         mask = _additive(attn_mask, query.dtype)
@@ -80,7 +58,8 @@ def install_attention(library: torch.library.Library) -> None:
         else:
             mask = None if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
             kernel = aten._scaled_dot_product_efficient_attention
-            found = kernel(*tensors, mask, call.training, dropout_p, is_causal, scale=scale)
+            training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            found = kernel(*tensors, mask, training, dropout_p, is_causal, scale=scale)
         out: torch.Tensor = found[0]
         return out
 
@@ -122,79 +101,63 @@ def _enabled() -> frozenset[Backend]:
     return frozenset(backend for backend, is_enabled in allowed.items() if is_enabled())
 
 
-def choose_backend(call: AttentionCall, enabled: frozenset[Backend] = frozenset(Backend)) -> Backend:
+def choose_backend(
+    tensors: Tensors,
+    mask: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
+    grouped: bool = False,
+    enabled: frozenset[Backend] = frozenset(Backend),
+) -> Backend:
     """Return the kernel that CUDA takes: the first in torch's order that is allowed and takes the call.
 
-    The user allows them by ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``.
-
-    Raises:
-        RuntimeError: No kernel that is allowed takes it, as on the device itself.
+    Tensors are query, key and value, ``(batch, heads, length, head size)``. The user allows kernels by
+    ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``. RuntimeError if none that is allowed
+    takes it, as on the device itself.
     """
-    for backend in (Backend.FLASH, Backend.EFFICIENT, Backend.MATH):
-        if backend in enabled and _ACCEPTS[backend](call):
+    fused = _may_be_fused(tensors, mask)
+    accepts = {
+        Backend.FLASH: fused and mask is None and _flash_takes(tensors, causal=causal, grouped=grouped),
+        Backend.EFFICIENT: fused and _efficient_takes(tensors, grouped=grouped),
+        Backend.MATH: True,
+    }
+    for backend, takes_it in accepts.items():
+        if takes_it and backend in enabled:
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def describe(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, **flags: Any
-) -> AttentionCall:
-    """Return what the choice depends on; `flags` are ``dropout``, ``causal`` and ``grouped`` of `AttentionCall`."""
-    tensors = (query, key, value)
-    return AttentionCall(
-        dtypes=(query.dtype, key.dtype, value.dtype),
-        query=tuple(query.shape),
-        key=tuple(key.shape),
-        value=tuple(value.shape),
-        mask=None if mask is None else tuple(mask.shape),
-        unit_strides=all(t.dim() > 0 and t.stride(-1) == 1 for t in (*tensors, mask) if t is not None),
-        training=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
-        **flags,
-    )
-
-
-def _accepts_flash(call: AttentionCall) -> bool:
-    half = call.dtypes[0] in HALF_PRECISION and len(set(call.dtypes)) == 1
-    if call.mask is not None or not half or not _four_dimensions(call):
+def _may_be_fused(tensors: Tensors, mask: torch.Tensor | None) -> bool:
+    if any(tensor.dim() != 4 for tensor in tensors) or len({tensor.dtype for tensor in tensors}) > 1:
         return False
-    head = call.query[-1]
-    if not head == call.key[-1] == call.value[-1] or head > 256:
+    unit_strides = all(tensor.stride(-1) == 1 for tensor in (*tensors, mask) if tensor is not None)
+    return unit_strides and tensors[0].shape[-2] > 0 and tensors[1].shape[-2] > 0
+
+
+def _flash_takes(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
+    query, key, value = tensors
+    head = query.shape[-1]
+    if query.dtype not in HALF_PRECISION or not head == key.shape[-1] == value.shape[-1] or head > 256:
         return False
-    if call.causal and call.query[-2] != call.key[-2]:
+    if causal and query.shape[-2] != key.shape[-2]:
         return False
-    return _heads_match(call, groups=True) and _lengths_and_strides(call)
+    return _heads_match(tensors, grouped=grouped)
 
 
-def _accepts_efficient(call: AttentionCall) -> bool:
-    dtype = call.dtypes[0]
-    if dtype not in (*HALF_PRECISION, torch.float32) or len(set(call.dtypes)) > 1 or not _four_dimensions(call):
+def _efficient_takes(tensors: Tensors, *, grouped: bool) -> bool:
+    query, key, value = tensors
+    if query.dtype not in (*HALF_PRECISION, torch.float32):
         return False
-    alignment = 8 if dtype in HALF_PRECISION else 4  # minimum_gemm_alignment, in elements
-    head, value_head = call.query[-1], call.value[-1]
-    if head != call.key[-1] or head % alignment or value_head % alignment or not head or not value_head:
+    alignment = 8 if query.dtype in HALF_PRECISION else 4  # minimum_gemm_alignment, in elements
+    head, value_head = query.shape[-1], value.shape[-1]
+    if head != key.shape[-1] or head % alignment or value_head % alignment or not head or not value_head:
         return False
-    return _heads_match(call, groups=_EFFICIENT_TAKES_GROUPS) and _lengths_and_strides(call)
+    return _heads_match(tensors, grouped=grouped and _EFFICIENT_TAKES_GROUPS)
 
 
-_ACCEPTS: dict[Backend, Callable[[AttentionCall], bool]] = {
-    Backend.FLASH: _accepts_flash,
-    Backend.EFFICIENT: _accepts_efficient,
-    Backend.MATH: lambda _: True,
-}
-
-
-def _four_dimensions(call: AttentionCall) -> bool:
-    return len(call.query) == len(call.key) == len(call.value) == 4
-
-
-def _heads_match(call: AttentionCall, *, groups: bool) -> bool:
+def _heads_match(tensors: Tensors, *, grouped: bool) -> bool:
     """check_batch_size_and_num_heads_dense."""
-    if not call.query[0] == call.key[0] == call.value[0] or call.key[-3] != call.value[-3]:
+    query, key, value = (tensor.shape for tensor in tensors)
+    if not query[0] == key[0] == value[0] or key[1] != value[1]:
         return False
-    if call.grouped and groups:
-        return call.query[-3] % call.key[-3] == 0
-    return call.query[-3] == call.key[-3]
-
-
-def _lengths_and_strides(call: AttentionCall) -> bool:
-    return call.query[-2] > 0 and call.key[-2] > 0 and call.unit_strides
+    return query[1] % key[1] == 0 if grouped else query[1] == key[1]

@@ -96,11 +96,7 @@ class Forecast:
 
 
 def make_forecast(order: Order, say: Callable[[str], object] = lambda _: None) -> Forecast:
-    """Trace and plan; `say` is called with what is being done.
-
-    Raises:
-        HoldfastError: What `tracing.trace_job` raises.
-    """
+    """Trace and plan; `say` is called with what is being done. Raises what `tracing.trace_job` raises."""
     jobs, said = _all_traced(order, say)
     steps = {
         precision: Step(
@@ -133,8 +129,7 @@ _Traced = tuple[TraceResult, ScaledTrace]
 def _all_traced(order: Order, say: Callable[[str], object]) -> tuple[dict[str, _Traced], list[Assumption]]:
     """Return the step in each precision in which it runs, and what is said of the others.
 
-    Raises:
-        HoldfastError: It runs in none; that of the first.
+    If it runs in none, the error of the first is raised.
     """
     jobs: dict[str, _Traced] = {}
     errors: dict[str, HoldfastError] = {}
@@ -249,10 +244,8 @@ def verified(
 ) -> DevicePlan:
     """Return the plan with what one more trace says; if that one does not fit or run, another that does.
 
-    What is said of plans that were refused is added to `said`.
-
-    Raises:
-        HoldfastError: None of those that were tried runs; that of the first.
+    What is said of plans that were refused is added to `said`. If none of those that were tried runs, the error of
+    the first is raised.
     """
     question, device = plan.question, plan.question.device  # a trace has to fit with the margin that was asked for
     failed: list[HoldfastError] = []

@@ -118,10 +118,8 @@ def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDA
     """Return what several steps in a row do, beginning with the allocation of what is resident.
 
     What a step leaves behind takes the place of what it found, by `Trace.carried`; what it found and freed without
-    such a successor is gone in the later steps, and what it left without one stays.
-
-    Returns:
-        Events as in `Trace.events`, with new storages in each step, and the sizes of all storages in bytes.
+    such a successor is gone in the later steps, and what it left without one stays. Events are as in `Trace.events`,
+    with new storages in each step; sizes are of all storages, in bytes.
     """
     found = len(trace.resident)
     made = len(trace.size_bytes) - found

@@ -98,8 +98,7 @@ class ScaledTrace:
 def fit(traces: Sequence[Trace]) -> ScaledTrace:
     """Return the step at any size, from traces of one job at two micro-batch sizes of at least 2.
 
-    Raises:
-        NotAlignedError: They do not do the same; the first difference is named.
+    NotAlignedError if they do not do the same; it names the first difference.
     """
     first, second = sorted(traces, key=lambda trace: trace.micro_batch_size)
     assert LEAST_MICRO_BATCH_SIZE <= first.micro_batch_size < second.micro_batch_size

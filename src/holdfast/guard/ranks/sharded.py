@@ -35,11 +35,8 @@ class Sharded:
     """One sharded model."""
 
     why_not_alone = _ALONE
-    # What ranks would have to agree about pass by pass, or what reads whole parameters.
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "micro_batch_size": ("auto", None),
-        "adaptive_clip_factor": (None,),
-    }
+    # What ranks would have to agree about pass by pass.
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"micro_batch_size": ("auto", None)}
     order: ClassVar[list[int]] = []  # of gradients, by which nothing is laid out here
     # Ranks make equally many passes: none splits a batch. What all recompute, none tries to do without.
     unobserved: ClassVar[Mapping[str, Any]] = {

@@ -47,7 +47,7 @@ from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, swit
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky, release_memory
 from holdfast.memory.recompute import COMPILED, may_come_of_recomputing
 from holdfast.memory.saved_bytes import NOTHING_SAVES
-from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, nonfinite_gradients
+from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
 
 _COMPARED_STEP = 3  # in the first, state is made and kernels are chosen
 # Of the time since the run was opened, for probes.
@@ -363,8 +363,6 @@ class StepEngine:
         )
 
     def _clip(self, groups: Sequence[Group], norms: torch.Tensor, total: float, tighter: float | None = None) -> None:
-        if self.policy.adaptive_clip_factor is not None:
-            norms = clip_adaptively(groups, norms, self.policy.adaptive_clip_factor)
         limit, clip_by = self.policy.max_grad_norm, self.policy.clip_by
         if tighter is not None and (limit is None or tighter < limit):
             limit, clip_by = tighter, "global"

@@ -301,8 +301,7 @@ def _compute(
 ) -> Generator[tuple[bytes, bytes]]:
     """Yield each of these items and its digest, in order. Close it to end the workers.
 
-    Raises:
-        LoaderError: H623, naming the item that cannot be computed; H625, if no worker can be started.
+    H623 names the item that cannot be computed; H625 if no worker can be started.
     """
     how: dict[str, Any] = {"batch_size": None, "collate_fn": as_is, "num_workers": num_workers}
     if num_workers:

@@ -216,10 +216,8 @@ def missing(path: Path) -> LoaderError:
 def open_finished(path: Path) -> tuple[int, Contents]:
     """Open a finished cache; return a descriptor, for threads and after a fork too, and what the file holds.
 
-    Raises:
-        LoaderError: H620 for another kind of HDF5 file or a newer format, H622 for a damaged one, H624 for one that
-            cannot be opened.
-        FileNotFoundError: if there is none.
+    H620 for another kind of HDF5 file or a newer format, H622 for a damaged one, H624 for one that cannot be opened;
+    FileNotFoundError if there is none.
     """
     h5py = require_h5py()
     try:

@@ -1,7 +1,4 @@
-"""JSON lines, TensorBoard, Weights & Biases and MLflow: each is written by the client that its project maintains.
-
-Does not: start TensorBoard, log models or artifacts, replace a file (JSON lines are appended).
-"""
+"""JSON lines, TensorBoard, Weights & Biases and MLflow: each is written by the client that its project maintains."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Copy what a run records to sinks, while it goes on or after its end, with names that stay the same over restarts.
-
-Does not: know any client.
-"""
+"""Copy what a run records to sinks, while it goes on or after its end, with names that outlive restarts."""
 
 from __future__ import annotations
 
@@ -27,15 +24,9 @@ _log = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What one process measured at one step.
+    """What one process measured at one step; what was not read is not among the values.
 
-    Args:
-        process: "rank 3", or "trainer" where there are no ranks: the same in every attempt.
-        rank: Or None.
-        attempt: Of the supervisor, from 0.
-        step: Optimizer steps.
-        unix_seconds: When the step ended.
-        values: By name, NaN where that was measured; what was not read is not there.
+    `process` is "rank 3", or "trainer" where there are no ranks: the same in every attempt, which count from 0.
     """
 
     process: str
@@ -70,14 +61,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """What sinks were given.
-
-    Args:
-        points: Steps of all processes.
-        events: Of all processes.
-        failures: Sinks that failed, and why.
-        gone: Which steps are not recorded any more, one sentence for each process.
-    """
+    """What sinks were given, which of them failed and why, and which steps are not recorded any more."""
 
     points: int
     events: int
@@ -88,13 +72,8 @@ class Copied:
 def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS) -> Copied:
     """Copy everything recorded so far, then what is new every second, until the run ends; then close the sinks.
 
-    Never raises for what a sink does: one that fails is closed, with a line in the log.
-
-    Args:
-        run: The run directory; it may be empty as yet.
-        sinks: From `open_sinks`.
-        stop: Ends it too, after a last look. Set already: one copy is made.
-        poll_seconds: Between two looks.
+    `stop` ends it too, after a last look; set already, one copy is made. Never raises for what a sink does: one that
+    fails is closed, with a line in the log.
     """
     watched, naming = Watched(run, SystemClock()), _Naming()
     working, failures = list(sinks), list[str]()

@@ -1,7 +1,4 @@
-"""Open sinks from what a user typed, such as ``--tensorboard DIR`` or ``--jsonl FILE``.
-
-Does not: write points (one module for each client does).
-"""
+"""Open sinks from what a user typed, such as ``--tensorboard DIR`` or ``--jsonl FILE``."""
 
 from __future__ import annotations
 
@@ -22,14 +19,9 @@ _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
 
 
 def open_sinks(wanted: Mapping[str, str], run: Path) -> list[Sink]:
-    """Open all sinks.
+    """Open all sinks, of targets by kind such as ``{"tensorboard": "tb", "jsonl": "-"}``, for a run directory.
 
-    Args:
-        wanted: Targets by kind, such as ``{"tensorboard": "tb", "jsonl": "-"}``.
-        run: The run directory, after which runs are named.
-
-    Raises:
-        PolicyError: H742 if a client is not installed, H743 if a target cannot be used.
+    H742 if a client is not installed, H743 if a target cannot be used.
     """
     return [_open(kind, target, run) for kind, target in wanted.items()]
 

@@ -69,11 +69,7 @@ def _note(run: str) -> None:
 
 
 def _import_theirs() -> None:
-    """Import the next ``sitecustomize``.
-
-    Raises:
-        ImportError: if there is none, as without us: then Python goes on in silence.
-    """
+    """Import the next ``sitecustomize``; ImportError if there is none, as without us: Python goes on in silence."""
     import importlib.util
 
     for finder in sys.meta_path:

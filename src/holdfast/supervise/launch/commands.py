@@ -40,8 +40,7 @@ class Launcher:
 def find_program(command: Sequence[str]) -> str:
     """Return the file that the first word of a command means.
 
-    Raises:
-        CommandError: H720 if there is none, H721 if it is not executable; with the exit status of shells.
+    H720 if there is none, H721 if it is not executable; with the exit status of shells.
     """
     found = shutil.which(command[0])
     if found is not None:

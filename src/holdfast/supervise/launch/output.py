@@ -32,14 +32,9 @@ Polled = list[tuple[int, int]]
 
 
 class OutputLog:
-    """Append what was printed to a file; of too much, keep the head and the newest part.
+    """Append what was printed to a file, or continue it; of more than `most_bytes` keep the head and the newest part.
 
-    Args:
-        path: The file; continued if it exists.
-        most_bytes: Its greatest size; while it is cut, a second file of up to three quarters of that exists.
-
-    Raises:
-        OSError: if the file cannot be opened.
+    While it is cut, a second file of up to three quarters of that exists. OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
@@ -247,9 +242,8 @@ class Copier:
     def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
         """After the end of the command: read what is left without waiting for the end of streams, and pass it on.
 
-        Args:
-            quiet_seconds: A stream that gives nothing for so long gives nothing more: whoever holds it is an orphan.
-            flush_seconds: How long our own streams may take.
+        A stream that gives nothing for `quiet_seconds` gives nothing more, since whoever holds it is an orphan; our
+        own streams may take `flush_seconds`.
         """
         deadline = time.monotonic() + flush_seconds
         while (wishes := self.wishes()) and (left := deadline - time.monotonic()) > 0:

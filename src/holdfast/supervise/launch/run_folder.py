@@ -41,12 +41,8 @@ def choose_folder(command: Sequence[str], started: float, folder: Path = Path(_R
 class RunFolder:
     """A run directory, made if missing and locked until `close` or the end of the process, however it ends.
 
-    Args:
-        path: The directory. One that was used before is continued: a scheduler starts the same command again.
-
-    Raises:
-        RunDirectoryError: H722 if it cannot be made or written, H723 if another supervisor uses it, H724 if a newer
-            holdfast wrote it.
+    One that was used before is continued: a scheduler starts the same command again. H722 if it cannot be made or
+    written, H723 if another supervisor uses it, H724 if a newer holdfast wrote it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,11 +95,7 @@ class RunFolder:
         return max(number for number in numbers if isinstance(number, int)) + 1
 
     def describe(self, command: Sequence[str], started: float) -> None:
-        """Write what is known before the start.
-
-        Raises:
-            RunDirectoryError: H722.
-        """
+        """Write what is known before the start (H722)."""
         facts = {
             "format": FORMAT,
             "argv": list(command),

@@ -62,11 +62,7 @@ class Outcome:
 
 
 class Supervisor:
-    """Run a command to its end, from the main thread of this process.
-
-    Raises:
-        RunDirectoryError: H722 to H724, before anything is started.
-    """
+    """Run a command to its end, from the main thread of this process (H722 to H724 before anything is started)."""
 
     def __init__(self, plan: Plan, *, quiet: bool = False) -> None:
         open_missing_streams()

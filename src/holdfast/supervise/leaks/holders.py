@@ -176,9 +176,8 @@ def text_of(steps: Iterable[Step]) -> str:
 class Holders:
     """Follows objects back to what holds them, at one moment: nothing may be imported or run in between.
 
-    Args:
-        frames: Of running functions, which are no referrers to the collector before Python 3.12.
-        until: When to give up, on the clock of `time.thread_time`.
+    `frames` are those of running functions, which are no referrers to the collector before Python 3.12; `until` is
+    when to give up, on the clock of `time.thread_time`.
     """
 
     def __init__(self, frames: Sequence[types.FrameType], until: float) -> None:

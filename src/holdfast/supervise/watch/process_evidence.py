@@ -40,13 +40,10 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelView:
-    """One process as the kernel sees it.
+    """One process as the kernel sees it; `state` is the letter of ``/proc/<pid>/stat``, empty if the process is gone.
 
-    Args:
-        state: Letter of ``/proc/<pid>/stat``; an empty text if the process is gone.
-        cpu_seconds: User and system time of all its threads.
-        io_bytes: Read and written, by whatever system call; 0 if unknown.
-        waits: What each thread waits for, and with which file, pipe or socket, by the thread's number.
+    `cpu_seconds` is of all its threads, `io_bytes` read and written by whatever system call (0 if unknown), `waits`
+    what each thread waits for, and with which file, pipe or socket, by the thread's number.
     """
 
     state: str

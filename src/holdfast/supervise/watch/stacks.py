@@ -61,12 +61,9 @@ _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<fu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A process to look at.
+    """A process to look at: what is known of it already, and whether it is known to be Python.
 
-    Args:
-        about: What is known of it already; without looks.
-        folder: Where it writes its stacks upon SIGUSR1, or None if it does not.
-        observed: Whether it is known to be Python.
+    `folder` is where it writes its stacks upon SIGUSR1, or None if it does not.
     """
 
     about: Examined

@@ -38,17 +38,10 @@ _MOST_FAILURES = 20
 
 
 class Watchdog:
-    """Watch the processes of one attempt.
+    """Watch the processes of one attempt of a run; those of others are passed over.
 
-    Args:
-        run: The run directory.
-        limits: How long is too long.
-        emit: Records an event; called from the watchdog's thread.
-        on_hang: Takes each hang, also one that needs nothing but patience; called from the watchdog's thread.
-        say: Prints a line, about what is left alone; called from the watchdog's thread.
-        attempt: Number of the attempt; processes of others are passed over.
-        clock: Monotonic seconds, the same clock as that of the boards.
-        stacks: Takes stacks; None for one that looks at real processes.
+    From its own thread it calls `emit` with events, `on_hang` with each hang, also one that needs nothing but
+    patience, and `say` with a line about what is left alone. `clock` is that of the boards: monotonic seconds.
     """
 
     def __init__(

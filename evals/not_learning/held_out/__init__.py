@@ -1,1 +1,0 @@
-"""Programs of the set `held_out`."""
