@@ -20,6 +20,7 @@ from holdfast.recorder.run_files import (
     SUPERVISED_FILE,
     SUPERVISOR_FOLDER,
     ProcessInfo,
+    folder_of_first_host,
     read_processes,
 )
 
@@ -56,6 +57,7 @@ def check_run(run: Path) -> Path:
         RunDirectoryError: H741, if nothing was recorded there.
         OSError: if it may not be read.
     """
+    run = folder_of_first_host(run)
     names = {path.name for path in run.iterdir()} if run.is_dir() else set()
     if not names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}:
         raise RunDirectoryError(
