@@ -37,7 +37,7 @@ def supervise(
     try:
         plan = Plan(
             command=tuple(command), program=find_program(command), run=run_dir or choose_folder(command, time.time()),
-            **settings,
+            shared=run_dir is not None, **settings,
         )  # fmt: skip
         supervisor = Supervisor(plan, quiet=quiet)
         outcome = supervisor.run()

@@ -17,6 +17,7 @@ VERDICT_FILE = "verdict.json"
 SUPERVISOR_FOLDER = "supervisor"
 LOST_FILE = "lost.json"
 PROCESSES_FOLDER = "processes"
+HOSTS_FOLDER = "hosts"
 STACKS_FOLDER = "stacks"
 PROCESS_FILE = "process.json"
 BOARD_FILE = "progress.board"
@@ -101,6 +102,24 @@ def _is_sound(info: ProcessInfo) -> bool:
         and type(info.started) in (int, float)
         and info.started == info.started  # not NaN, which has no place in an order
     )
+
+
+def read_host(path: Path) -> dict[str, Any] | None:
+    """Return what the supervisor of one of several hosts says, None if the file is missing or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("state"), str) else None
+
+
+def folder_of_first_host(run: Path) -> Path:
+    """Return the folder of the host that failed first, where several hosts share this run directory; else `run`."""
+    files = sorted((run / HOSTS_FOLDER).glob("[0-9]*.json"), key=lambda path: (len(path.name), path.name))
+    told = {path.stem: its for path in files if (its := read_host(path)) is not None}
+    first = next((name for name, its in told.items() if its.get("cause") and not its.get("follows")), None)
+    name = first or next(iter(told), None)
+    return run if name is None else run / f"host-{name}"
 
 
 def process_lives(pid: int, ticks: int) -> bool:

@@ -17,6 +17,7 @@ from holdfast.recorder.run_files import (
     SUPERVISED_FILE,
     SUPERVISOR_FOLDER,
     ProcessInfo,
+    folder_of_first_host,
     read_processes,
 )
 
@@ -48,6 +49,7 @@ class EventSeen:
 
 def check_run(run: Path) -> Path:
     """Return the directory with links resolved (H741 if nothing was recorded there, OSError without rights)."""
+    run = folder_of_first_host(run)
     names = {path.name for path in run.iterdir()} if run.is_dir() else set()
     if not names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}:
         raise RunDirectoryError(

@@ -108,6 +108,12 @@ class NotKillable(EventData):
     pids: tuple[int, ...]
 
 
+class EndedElsewhere(EventData):
+    """Another host of the same training has ended the attempt."""
+
+    why: str
+
+
 # --- the watchdog -----------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from holdfast.core.events.event import EventData
 from holdfast.core.events.process_events import Hang
 from holdfast.recorder.run_files import ProcessInfo, process_lives, read_processes
 from holdfast.supervise.launch.commands import Launcher
+from holdfast.supervise.launch.hosts import Hosts
 from holdfast.supervise.launch.output import Copier, Streams
 from holdfast.supervise.launch.signals import ASKING_TO_END, Signals
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
@@ -42,6 +43,7 @@ class End:
     asked: int | None  # the signal by which the user or a scheduler asked us to end, or None
     sent: int | None  # the last signal that we sent on our own account, after a hang or a time of grace, or None
     hang: Hang | None  # that it was ended for, or None
+    elsewhere: str | None = None  # why another host had ended the attempt before, or None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,12 +60,15 @@ class Attempt:
     launcher: Launcher | None
     grace_seconds: float  # between asking it to end and SIGKILL
     emit: Callable[[EventData], None]
+    hosts: Hosts | None = None  # the others, where several hosts run one training
     _hangs: SimpleQueue[Hang] = field(default_factory=SimpleQueue, init=False)
     _lines: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)
     _hang: Hang | None = field(default=None, init=False)
     _asked: list[int] = field(default_factory=list, init=False)
     _interrupted: float | None = field(default=None, init=False)
     _sent: int | None = field(default=None, init=False)
+    _elsewhere: str | None = field(default=None, init=False)
+    _ask_at: float = field(default=math.inf, init=False)
     _deadline: float = field(default=math.inf, init=False)
     _doomed: tuple[float, list[ProcessInfo]] | None = field(default=None, init=False)
     _started: float = field(default_factory=time.monotonic, init=False)
@@ -88,6 +93,7 @@ class Attempt:
                 continue  # only output, of which there may be much
             self._say_lines()
             self._look_at_hangs()
+            self._look_at_hosts()
             self._keep_deadlines()
         self.signals.command = None
         seconds = time.monotonic() - self._started
@@ -96,7 +102,9 @@ class Attempt:
         self.copier.drain(quiet_seconds=_QUIET_SECONDS, flush_seconds=max(self.grace_seconds, _FLUSH_SECONDS))
         self._say_lines()
         asked = self._asked[0] if self._asked else None
-        return End(status=status, seconds=seconds, asked=asked, sent=self._sent, hang=self._hang)
+        return End(
+            status=status, seconds=seconds, asked=asked, sent=self._sent, hang=self._hang, elsewhere=self._elsewhere
+        )
 
     def _wait_once(self, seconds: float) -> bool:
         """Serve output; return whether there is more to do: somebody woke us, or it is so many seconds later."""
@@ -174,11 +182,23 @@ class Attempt:
             signal_all(pids, signal.SIGTERM)
             self._doomed = (time.monotonic() + self.grace_seconds, trainers)
         else:
-            self._sent = signal.SIGTERM
-            signal_all([self.child.pid], signal.SIGTERM)
-            with suppress(OSError):
-                os.killpg(self.child.pid, signal.SIGCONT)  # one that is stopped could not answer
-            self._limit(self.grace_seconds)
+            self._ask_to_end()
+
+    def _ask_to_end(self) -> None:
+        self._sent = signal.SIGTERM
+        signal_all([self.child.pid], signal.SIGTERM)
+        with suppress(OSError):
+            os.killpg(self.child.pid, signal.SIGCONT)  # one that is stopped could not answer
+        self._limit(self.grace_seconds)
+
+    def _look_at_hosts(self) -> None:
+        """Where another host has ended the attempt, give the ranks here time to end by themselves."""
+        if self.hosts is None or self._elsewhere is not None or self._asked:
+            return
+        self._elsewhere = self.hosts.why_end(self.copier.say)
+        if self._elsewhere is not None:
+            self.emit(process_events.EndedElsewhere(why=self._elsewhere))
+            self._ask_at = time.monotonic() + self.grace_seconds
 
     def _processes(self) -> list[ProcessInfo]:
         return [info for _, info in read_processes(self.run) if info.attempt == self.number]
@@ -188,6 +208,9 @@ class Attempt:
         if self._doomed is not None and now >= self._doomed[0]:
             signal_all([each.pid for each in self._doomed[1] if _lives(each)], signal.SIGKILL)
             self._doomed = None
+        if now >= self._ask_at and self._sent is None:
+            self._ask_at = math.inf
+            self._ask_to_end()
         if now >= self._deadline:
             if self._asked or self._sent is not None:
                 self.copier.say(_KILLED)

@@ -112,16 +112,16 @@ class RunFolder:
         except OSError as error:
             raise self.unusable(error) from error
 
-    def point_to(self) -> None:
-        """Let ``runs/last`` lead here, where the directory lies in one called runs; a file of that name is kept."""
-        folder = self.path.parent
+    def point_to(self, run: Path) -> None:
+        """Let ``runs/last`` lead to a run that lies in a directory called runs; a file of that name is kept."""
+        folder = run.parent
         link = folder / _LAST
         if folder.name != _RUNS or (link.exists() and not link.is_symlink()):
             return
         temporary = folder / f".tmp-{_LAST}-{os.getpid()}"
         with suppress(OSError):  # a file system without links: the path is printed anyway
             temporary.unlink(missing_ok=True)
-            temporary.symlink_to(self.path.name)
+            temporary.symlink_to(run.name)
             temporary.replace(link)
 
     def close(self) -> None:

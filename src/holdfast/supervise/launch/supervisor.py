@@ -15,7 +15,7 @@ from pathlib import Path
 
 from holdfast.core.control_groups import fields_of, group_folders
 from holdfast.core.durable import replace_file
-from holdfast.core.errors import HoldfastError
+from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import process_events
 from holdfast.core.events.event import Event, EventData
 from holdfast.core.events.run_events import RecordingMovedAside
@@ -25,6 +25,7 @@ from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
 from holdfast.supervise.launch.attempt import Attempt, End
 from holdfast.supervise.launch.commands import Sentinel, find_launcher, make_environment, start
+from holdfast.supervise.launch.hosts import Hosts, find_host
 from holdfast.supervise.launch.output import Copier, OutputLog, Streams, open_missing_streams
 from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart
 from holdfast.supervise.launch.run_folder import RunFolder
@@ -42,6 +43,7 @@ class Plan:
     command: tuple[str, ...]  # its words
     program: str  # the file that the first word means
     run: Path  # the run directory
+    shared: bool = False  # whether it is the same one on all hosts, where the command runs on several
     budgets: Budgets = field(default_factory=Budgets)  # of restarts
     limits: HangLimits | None = field(default_factory=HangLimits)  # of hangs; None: nobody watches
     observe: bool = True  # whether Python processes record themselves
@@ -71,7 +73,9 @@ class Supervisor:
         self._environment = dict(os.environ)
         self._history: list[Past] = []
         self._lock = threading.Lock()
-        self._folder = RunFolder(plan.run)
+        number, count = find_host(plan.command, self._environment) if plan.shared else (0, 1)
+        self._hosts = Hosts(plan.run.expanduser(), number, count) if count > 1 else None
+        self._folder = RunFolder(plan.run if self._hosts is None else plan.run / f"host-{number}")
         self.run_path = self._folder.path
         with ExitStack() as opened:
             opened.callback(self._folder.close)
@@ -85,7 +89,7 @@ class Supervisor:
             opened.pop_all()
         self._copier = Copier(self._log, quiet=quiet)
         self._log.on_loss = self._say_output_is_lost
-        self._folder.point_to()
+        self._folder.point_to(plan.run.expanduser().absolute())
 
     def run(self) -> Outcome:
         """Return after the last attempt; nothing of the command is left then."""
@@ -103,16 +107,28 @@ class Supervisor:
             for what in self._box.moved_aside:
                 self.emit(RecordingMovedAside(what=what))
                 self._copier.say(f"{self._folder.supervisor.name}/{what}")
+            if (alone := self._together(signals)) is not None:
+                raise RunDirectoryError(
+                    f"this host has not begun: {alone.why}",
+                    limit="the hosts of one training begin together, and exchange files in the run directory",
+                    fix="start the command on every host, with the same --run-dir on a disk that all of them see.",
+                    rule="H725",
+                )
             while True:
                 end = self._attempt(mark, tree, sentinel, signals)
                 verdict = self._judge()
                 decision = self._decide(end, verdict)
+                self._tell(end, verdict)
                 if isinstance(decision, Again) and not self._goes_on(decision, verdict, signals):
                     decision = Stop(why="a signal asked to end")
+                if isinstance(decision, Again):
+                    decision = self._together(signals) or decision
                 if isinstance(decision, Stop):
                     break
                 self._number += 1
             self.emit(process_events.Stopped(why=decision.why))
+            if self._hosts is not None:
+                self._hosts.stopped(decision.why, well=end.status == 0)
         return Outcome(
             status=end.status if end.status >= 0 else 128 - end.status, attempts=self._number - first + 1,
             seconds=time.monotonic() - started, why=decision.why, verdict=verdict, run=self.run_path,
@@ -150,7 +166,7 @@ class Supervisor:
         attempt = Attempt(
             number=number, run=self.run_path, child=child, tree=tree, streams=streams, copier=self._copier,
             signals=signals, launcher=self._launcher, grace_seconds=plan.grace_seconds,
-            emit=self.emit,
+            emit=self.emit, hosts=self._hosts,
         )  # fmt: skip
         with ExitStack() as watched:
             if plan.limits is not None and plan.observe:  # without boards there is nothing to look at
@@ -217,6 +233,9 @@ class Supervisor:
             return Stop(why="the command has ended with exit code 0")
         if end.hang is not None and end.hang.remedy == "end":
             return Stop(why="the training was over, and only its end hung")
+        if end.elsewhere is not None and len(self._history) <= self._plan.budgets.max_restarts:
+            delay = self._plan.budgets.first_delay_seconds
+            return Again(cause=verdict.cause, why=end.elsewhere, delay_seconds=delay)
         decision = decide_restart(verdict, self._history, self._plan.budgets, self._environment)
         if isinstance(decision, Again) and self._launcher is not None and self._launcher.restarts:
             name, count = self._launcher.name, self._launcher.restarts
@@ -235,7 +254,11 @@ class Supervisor:
             f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; "
             f"started again in {decision.delay_seconds:g} s: {decision.why}"
         )
-        deadline = time.monotonic() + decision.delay_seconds
+        return self._wait(decision.delay_seconds, signals)
+
+    def _wait(self, seconds: float, signals: Signals) -> bool:
+        """Return true after so many seconds, false as soon as a signal asks to end."""
+        deadline = time.monotonic() + seconds
         while True:
             for number in signals.take():
                 if number in _ENDING:
@@ -244,6 +267,18 @@ class Supervisor:
             if (left := deadline - time.monotonic()) <= 0:
                 return True
             select.select([signals.wake], [], [], left)
+
+    def _together(self, signals: Signals) -> Stop | None:
+        """Wait until every host begins the next attempt; return why it is not begun."""
+        if self._hosts is None:
+            return None
+        why = self._hosts.begin(lambda seconds: self._wait(seconds, signals), self._copier.say)
+        return None if why is None else Stop(why=why)
+
+    def _tell(self, end: End, verdict: Verdict) -> None:
+        if self._hosts is not None:
+            follows = end.elsewhere is not None or verdict.cause == "H114"
+            self._hosts.ended(cause=verdict.cause, title=verdict.title, follows=follows)
 
 
 def _board(path: Path) -> Standing | None:

@@ -1,0 +1,169 @@
+"""Several hosts that run one training: they begin each attempt together, and end it together.
+
+Each host's supervisor keeps one small file in a folder that all of them see, and reads those of the others once a
+second. Host 0 gives the word to begin when all are ready. Without it a host that is quick to start again meets the
+store of the attempt that is still ending elsewhere, and both then wait for ever.
+
+Clocks of hosts differ, so no time is compared: who is alive is seen by its file changing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.errors import RunDirectoryError
+from holdfast.recorder.run_files import HOSTS_FOLDER, read_host
+
+_BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 60.0  # a network disk may show another host's file half a minute late
+_MOST_WAIT_SECONDS = 900.0  # as torchrun waits for nodes of a static rendezvous
+
+
+def find_host(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of this host and how many there are, as the launcher's options say; (0, 1) if they do not."""
+    count = _option(command, environment, ("--nnodes", "--num-machines"), "PET_NNODES")
+    number = _option(command, environment, ("--node-rank", "--machine-rank"), "PET_NODE_RANK")
+    return (0, 1) if count is None or number is None or number >= count else (number, count)
+
+
+def _option(
+    command: Sequence[str], environment: Mapping[str, str], names: Sequence[str], variable: str
+) -> int | None:
+    found = environment.get(variable, "")
+    for word, after in zip(command, [*command[1:], ""], strict=True):
+        option, equals, value = word.partition("=")
+        if option.replace("_", "-") in names:
+            found = value if equals else after
+    return int(found) if found.isascii() and found.isdigit() else None
+
+
+class Hosts:
+    """What this host tells the others, and what they tell.
+
+    Args:
+        run: The shared run directory.
+        number: Of this host, from 0.
+        count: Of all hosts.
+
+    Raises:
+        RunDirectoryError: H722 if nothing can be written there.
+    """
+
+    def __init__(self, run: Path, number: int, count: int) -> None:
+        self._folder = run / HOSTS_FOLDER
+        self._number, self._count = number, count
+        self._own: dict[str, Any] = {}
+        self._beats = 0
+        self._last_beat = 0.0
+        self._first: dict[int, dict[str, Any]] = {}  # what was there before we came
+        self._changed: dict[int, tuple[dict[str, Any], float]] = {}  # what each says, and since when
+        self._silent: set[int] = set()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._say("ready")
+        except OSError as error:
+            raise RunDirectoryError(
+                f"run directory {run} cannot be written ({error.strerror or error})",
+                limit="the hosts of one training exchange files there",
+                fix="pass a --run-dir on a disk that all hosts share.",
+                rule="H722",
+            ) from error
+
+    def begin(self, wait: Callable[[float], bool], say: Callable[[str], None]) -> str | None:
+        """Wait until all hosts are ready, and begin.
+
+        Args:
+            wait: Sleeps so many seconds; false if a signal asks to end.
+            say: Prints a line.
+
+        Returns:
+            None, or why there is nothing to begin, as a sentence without a full stop.
+        """
+        ticket = f"{os.getpid()}-{time.time_ns()}"
+        self._say("ready", ticket=ticket, **self._last_end())
+        began, told = time.monotonic(), False
+        while True:
+            others = self._others()
+            for number, its in others.items():
+                if its["state"] in ("stopped", "done"):
+                    title = its.get("title") or ""
+                    return f"host {number} has ended for good: {title}{title and '; '}{its.get('why', '')}"
+            ready = {number: its.get("ticket") for number, its in others.items() if its["state"] == "ready"}
+            if self._number == 0 and len(ready) == self._count - 1:
+                self._say("running", ticket=ticket, go={**ready, 0: ticket})
+                return None
+            if self._number and (others.get(0, {}).get("go") or {}).get(str(self._number)) == ticket:
+                self._say("running", ticket=ticket, go=others[0]["go"])
+                return None
+            waited = time.monotonic() - began
+            missing = sorted(set(range(self._count)) - set(others) - {self._number})
+            if waited > _MOST_WAIT_SECONDS:
+                return f"hosts {missing or sorted(set(others) - set(ready))} are not ready after {waited:.0f} s"
+            if waited > 10 and not told:
+                told = True
+                say(f"waiting for hosts {missing or sorted(set(others) - set(ready))} to begin together")
+            if not wait(0.2):
+                return "a signal asked to end"
+            self._beat()
+
+    def why_end(self, say: Callable[[str], None]) -> str | None:
+        """Return why this attempt cannot go on: another host has ended it; None while all go on."""
+        if not self._beat():
+            return None
+        go = {int(number): ticket for number, ticket in self._own.get("go", {}).items()}
+        for number, its in self._others().items():
+            over = its["state"] in ("ended", "stopped") or its.get("ticket") != go.get(number)
+            if over and its["state"] != "done":
+                return f"host {number} has ended: {its.get('title') or its.get('why') or 'started anew'}"
+            silent = time.monotonic() - self._changed[number][1] > _SILENT_SECONDS
+            if silent and number not in self._silent:
+                say(f"host {number} has not been heard of for {_SILENT_SECONDS:.0f} s")
+            (self._silent.add if silent else self._silent.discard)(number)
+        return None
+
+    def ended(self, *, cause: str, title: str, follows: bool) -> None:
+        """Tell that the attempt has ended here, and why; `follows`: only because it had ended elsewhere."""
+        self._say("ended", cause=cause, title=title, follows=follows)
+
+    def stopped(self, why: str, *, well: bool) -> None:
+        """Tell that nothing is started here any more."""
+        self._say("done" if well else "stopped", why=why, **self._last_end())
+
+    def _last_end(self) -> dict[str, Any]:
+        return {key: self._own[key] for key in ("cause", "title", "follows") if key in self._own}
+
+    def _say(self, state: str, **facts: Any) -> None:
+        self._own = {"state": state, **facts}
+        self._write()
+
+    def _beat(self) -> bool:
+        """Let the others see that this host lives; return whether it was time to."""
+        if (now := time.monotonic()) - self._last_beat < _BEAT_SECONDS:
+            return False
+        self._last_beat = now
+        with suppress(OSError):  # a network disk that is away for a while: the others say that we are silent
+            self._write()
+        return True
+
+    def _write(self) -> None:
+        self._beats += 1
+        temporary = self._folder / f".tmp-{self._number}"
+        temporary.write_text(json.dumps({**self._own, "beat": f"{os.getpid()}-{self._beats}"}))
+        temporary.replace(self._folder / f"{self._number}.json")
+
+    def _others(self) -> dict[int, dict[str, Any]]:
+        """Return what the others say; not of one whose file has not changed since we came."""
+        for number in set(range(self._count)) - {self._number}:
+            its = read_host(self._folder / f"{number}.json")
+            if its is None:
+                continue
+            before = self._changed.get(number, (self._first.setdefault(number, its), 0.0))
+            if its != before[0]:
+                self._changed[number] = its, time.monotonic()
+        return {number: its for number, (its, _) in self._changed.items()}

@@ -1,0 +1,143 @@
+"""Several hosts run one training, each under its own `holdfast run`, with one run directory; here on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.recorder.run_files import ATTEMPT_VARIABLE
+from holdfast.supervise.launch.hosts import find_host
+
+pytestmark = pytest.mark.slow
+_CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()"]
+_PYTHON = [sys.executable, "-I", "-S", "-c"]
+_TIMEOUT_SECONDS = 120.0
+# Words are printed to a file that all hosts share, so that their order can be seen.
+_SAY = (
+    f"import os, sys, time; host, attempt = sys.argv[-1], os.environ['{ATTEMPT_VARIABLE}']\n"
+    "file = os.open('said', os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
+    "def say(word): os.write(file, f'{host} {attempt} {word}\\n'.encode())\n"
+    "say('begins')\n"
+)
+
+
+def on_host(folder: Path, command: list[str]) -> subprocess.Popen[str]:
+    options = ["--run-dir", "run", "--restart-delay", "0.1", "--grace-seconds", "1"]
+    return subprocess.Popen(
+        [*_CLI, "run", *options, "--", *command], cwd=folder, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def program(number: int, text: str) -> list[str]:
+    return [*_PYTHON, _SAY + text, "--nnodes=2", f"--node-rank={number}", str(number)]
+
+
+def said(folder: Path) -> list[str]:
+    path = folder / "said"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def ended(*hosts: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    outputs = [host.communicate(timeout=_TIMEOUT_SECONDS)[0] for host in hosts]
+    return [(host.returncode, output) for host, output in zip(hosts, outputs, strict=True)]
+
+
+def wait_for(folder: Path, line: str) -> None:
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while line not in said(folder):
+        assert time.monotonic() < deadline, said(folder)
+        time.sleep(0.01)
+
+
+def test_the_hosts_begin_an_attempt_together(tmp_path: Path) -> None:
+    """Host 1 is killed; host 0 is slow to end, and does not end by itself: host 1 must wait for it."""
+    dies = "if attempt == '0': time.sleep(1); say('dies'); os.kill(os.getpid(), 9)\n"
+    slow = (
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.8), say('ends'), os._exit(1)))\n"
+        "if attempt == '0': time.sleep(60)\n"
+    )
+    results = ended(on_host(tmp_path, program(1, dies)), on_host(tmp_path, program(0, slow)))
+    assert [status for status, _ in results] == [0, 0], results
+    lines = said(tmp_path)
+    assert set(lines[:2]) == {"0 0 begins", "1 0 begins"}
+    assert lines[2:4] == ["1 0 dies", "0 0 ends"]
+    assert set(lines[4:]) == {"0 1 begins", "1 1 begins"}
+    assert "host 1 has ended: " in results[1][1], results[1][1]
+    assert "started anew" not in results[1][1]  # but why
+
+
+def test_an_error_that_no_restart_mends_stops_all_hosts(tmp_path: Path) -> None:
+    """Host 0 stops with the words of host 1, and `explain` of the run is about host 1."""
+    wrong = "time.sleep(0.5); import no_such_module_at_all\n"
+    results = ended(on_host(tmp_path, program(0, "time.sleep(60)")), on_host(tmp_path, program(1, wrong)))
+    assert all(status != 0 for status, _ in results)
+    assert "host 1 has ended for good" in results[0][1]
+    assert "no_such_module_at_all" in results[0][1]
+    explained = subprocess.run([*_CLI, "explain", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "no_such_module_at_all" in explained.stdout.splitlines()[0]
+
+
+def test_a_host_that_is_lost_and_comes_again(tmp_path: Path) -> None:
+    """SIGKILL to the supervisor of a host, as when the machine is gone; a scheduler starts the same command there."""
+    until = "if attempt == '0': time.sleep(60)\n"
+    first, lost = (on_host(tmp_path, program(number, until)) for number in (0, 1))
+    wait_for(tmp_path, "0 0 begins")
+    wait_for(tmp_path, "1 0 begins")
+    lost.send_signal(signal.SIGKILL)
+    lost.communicate(timeout=_TIMEOUT_SECONDS)
+    results = ended(first, on_host(tmp_path, program(1, until)))
+    assert [status for status, _ in results] == [0, 0], results
+    assert said(tmp_path).count("0 1 begins") == said(tmp_path).count("1 1 begins") == 1
+
+
+def test_a_host_that_is_alone_is_ended_by_a_signal(tmp_path: Path) -> None:
+    """One that waits for the others has started nothing, and says so."""
+    alone = on_host(tmp_path, program(0, ""))
+    while not (tmp_path / "run" / "hosts" / "0.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    alone.terminate()
+    [(status, output)] = ended(alone)
+    assert (status, "H725" in output, said(tmp_path)) == (2, True, [])
+
+
+def test_two_launchers_go_on_after_a_kill(tmp_path: Path) -> None:
+    """Two real torchruns with one rank each: rank 1 is killed once, and both end with the same weights."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).parent / "programs" / "on_two_hosts.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    hosts = [on_host(tmp_path, [*launcher, *address, "--node-rank", str(n), str(script)]) for n in (0, 1)]
+    results = ended(*hosts)
+    assert [status for status, _ in results] == [0, 0], results
+    assert all("ended after 36 steps" in output and "2 attempts" in output for _, output in results), results
+    words = {output.partition("steps with ")[2].split()[0] for _, output in results}
+    assert len(words) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "expected"),
+    [
+        (["torchrun", "--nnodes", "2", "--node_rank=1", "train.py"], {}, (1, 2)),
+        (["accelerate", "launch", "--num_machines", "4", "--machine_rank", "3", "train.py"], {}, (3, 4)),
+        (["torchrun", "train.py"], {"PET_NNODES": "2", "PET_NODE_RANK": "0"}, (0, 2)),
+        (["torchrun", "--nnodes=1:4", "--node-rank", "1", "train.py"], {}, (0, 1)),  # elastic: any number of them
+        (["torchrun", "--nnodes=2", "train.py"], {}, (0, 1)),  # nothing says which one this is
+        (["torchrun", "--nnodes"], {}, (0, 1)),
+        (["python", "train.py"], {}, (0, 1)),
+    ],
+)
+def test_what_a_command_says_of_hosts(words: list[str], variables: dict[str, str], expected: tuple[int, int]) -> None:
+    """The launcher's options, as they are written, or its variables."""
+    assert find_host(words, variables) == expected
