@@ -155,7 +155,7 @@ def _explaining(root: Candidate, roots: Sequence[Candidate]) -> Candidate | None
             each
             for each in roots
             if root.signature.id in each.signature.explains
-            and each.tier < CAUGHT
+            and (each.tier < CAUGHT or (each.statement.logged and each.statement.fatal is None))
             and each.statement.rank in (None, root.statement.rank)
         ),
         None,
