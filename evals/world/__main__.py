@@ -140,10 +140,11 @@ def _count_endings(result: Result) -> None:
     """
     for name in ("healthy", "dead"):
         for grounds in ("with status 0", "bare"):
-            told: dict[str, list[str]] = {"well": [], "unknown": [], "a failure": []}
+            told: dict[str, list[str]] = {"well": [], "well, with a doubt": [], "unknown": [], "a failure": []}
             for each in all_endings(name):
                 verdict = judged(each.log, each.status if grounds == "with status 0" else None)
                 said = {"ended well": "well", "unknown": "unknown"}.get(verdict.family, "a failure")
+                said = "well, with a doubt" if said == "well" and "ended well" not in verdict.title else said
                 told[said].append(f"{each.id}: {verdict.cause} {verdict.title[:80]}")
             wrong = "a failure" if name == "healthy" else "well"
             for said, runs in told.items():

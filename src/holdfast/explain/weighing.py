@@ -60,7 +60,7 @@ _TELLING = (  # words of a line that is an error, the surest first
 )
 _COUNTS = re.compile(  # errors, or is data
     r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror[ _]rate\b|^\s*\{"
-    r"|\bskip(?:ped|ping)\b",
+    r"|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b",
     re.IGNORECASE,
 )
 _WARNED = re.compile(r"\bWARN(?:ING)?\b")
