@@ -5,6 +5,11 @@ down before any verdict was made. ``accept``: ids of signatures that state this 
 the log that states it by itself, if one does; ``classes``: classes of causes that a fair judge accepts.
 ``design.jsonl`` is what rules may be written from, ``sealed.jsonl`` what is looked at once, after that: until then it
 is only there as ``sealed.jsonl.xz``, and nobody unpacks it. Split by project.
+
+Logs of runs that ended with status 0, one a line, shortened, judged by reading before any verdict was made, with why:
+``healthy.jsonl`` ended well, ``dead.jsonl`` did not; its status is what the log or the shell's last word leaves to
+assume. Without a link: the file is public, but its repository is not known (``unnamed``), or the log was written for
+this set in the format of a real one (``written``).
 """
 
 from __future__ import annotations
@@ -47,6 +52,23 @@ class Report:
     def second_half(self) -> bool:
         """Return whether it is of the half that rules were only checked on."""
         return hashlib.sha256(self.name.encode()).digest()[0] % 2 == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """One run that ended with status 0, and why it is of its set."""
+
+    id: str
+    link: str
+    project: str
+    status: int
+    why: str
+    log: str
+
+
+def all_endings(name: str) -> list[Ending]:
+    """Return every run of ``"healthy"`` or ``"dead"``."""
+    return [Ending(**json.loads(line)) for line in (_HERE / f"{name}.jsonl").read_text("utf-8").splitlines()]
 
 
 def all_reports(name: str = "design") -> list[Report]:

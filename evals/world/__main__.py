@@ -19,7 +19,7 @@ from typing import Literal
 from benchmarks.results_file import Figure, Result, read_options
 
 from evals.verdicts import judged, last_line
-from evals.world import Report, all_reports
+from evals.world import Report, all_endings, all_reports
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.judging import judge
 from holdfast.explain.verdict import Verdict
@@ -73,6 +73,7 @@ def main() -> None:
         if reports:
             outcomes = [Outcome(report=each, verdict=judged(each.log, each.status)) for each in reports]
             _count(what, outcomes, result)
+    _count_endings(result)
     _time_big_log(result)
     result.write()
 
@@ -130,6 +131,28 @@ def _calibration(
         Figure(what=f"{what}: expected calibration error", unit="ratio", value=error, samples=len(outcomes))
     )
     print(f"  {what}: expected calibration error {error:g} of {len(outcomes)}", flush=True)
+
+
+def _count_endings(result: Result) -> None:
+    """Add what runs that ended with status 0 are told, from the log with the status and from the bare log.
+
+    A healthy run is never called a failure; one that is dead is not called well.
+    """
+    for name in ("healthy", "dead"):
+        for grounds in ("with status 0", "bare"):
+            told: dict[str, list[str]] = {"well": [], "well, with a doubt": [], "unknown": [], "a failure": []}
+            for each in all_endings(name):
+                verdict = judged(each.log, each.status if grounds == "with status 0" else None)
+                said = {"ended well": "well", "unknown": "unknown"}.get(verdict.family, "a failure")
+                said = "well, with a doubt" if said == "well" and "ended well" not in verdict.title else said
+                told[said].append(f"{each.id}: {verdict.cause} {verdict.title[:80]}")
+            wrong = "a failure" if name == "healthy" else "well"
+            for said, runs in told.items():
+                what = f"{name} runs, {grounds}: told {said}"
+                result.add_count(what, len(runs), sum(map(len, told.values())), expected=0 if said == wrong else None)
+            for line in told[wrong]:
+                print(f"    {line}")
+            result.samples[f"{name} runs, {grounds}: told {wrong}"] = [told[wrong]]
 
 
 def _time_big_log(result: Result) -> None:

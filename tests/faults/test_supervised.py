@@ -485,7 +485,7 @@ def test_a_traceback_as_the_last_words_makes_a_good_end_less_sure(supervise, the
     run = supervise(command=[sys.executable, "-c", TRY + said, str(TRAINING), FAILS])
     code, _, err = run.end()
     assert code == 0
-    assert ("ended well, but its last words are a traceback [H1601], likely (70%)" in err) == last
+    assert ("ended with status 0, but its last words are a traceback [H1601], likely (70%)" in err) == last
     assert ("ended well [H1601]\n" in err) != last
 
 

@@ -17,7 +17,7 @@ from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Facts, Lost, Statement
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
-from holdfast.explain.runs.curves import find_lost, lost_of_run
+from holdfast.explain.runs.curves import find_doubt, find_lost, lost_of_run
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable
 from holdfast.explain.runs.statements import (
     already_tried,
@@ -75,8 +75,8 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         endings=endings,
         source=name,
         missing=tuple(missing),
-        lost=find_lost(log.losses, log.norms, log=name),
-        extra={"log_says_done": log.ended_well},
+        lost=find_lost(log.losses, log.norms, log=name) or find_doubt(log.losses, log=name),
+        extra={"log_says_done": log.ended_well, "losses": len(log.losses)},
     )
 
 
@@ -195,7 +195,9 @@ class _Attempt:
         """Return how its training was lost: what was recorded of the steps counts before what was printed."""
         trainers = [pair for pair in self._processes if pair[1].role == "trainer"]
         lost, known = lost_of_run(trainers, self._recordings.guards(recorded), self._times())
-        return find_lost(log.losses, log.norms, log=OUTPUT_FILE) if log is not None and not known else lost
+        if log is None or known:
+            return lost
+        return find_lost(log.losses, log.norms, log=OUTPUT_FILE) or find_doubt(log.losses, log=OUTPUT_FILE)
 
     def _of_attempt(self) -> list[Event]:
         """Return the supervisor's events from the start of this attempt to that of the next."""

@@ -80,6 +80,7 @@ class Lost:
     since: int  # step of the first bad value; in a log its line
     always: bool = False  # whether no value before was good
     rose: tuple[float, float] | None = None  # of a finite loss that exploded: its best level, its newest value
+    exploded: bool = True  # false of one that only ended far above where it began, which need not be a failure
     log: str = ""  # name of the log that says so; empty: what was recorded of the steps
 
     def sentence(self) -> str:

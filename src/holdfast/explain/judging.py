@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.explain.evidence import Facts
-from holdfast.explain.remarks import kills_counted
+from holdfast.explain.logs.text import quoted
+from holdfast.explain.remarks import kills_counted, last_words, unobserved
 from holdfast.explain.runtime_causes import FROM_OUTSIDE, End, find_end
 from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import WELL, all_signatures, endings
@@ -31,6 +32,7 @@ from holdfast.explain.weighing import CAUGHT, Candidate, find_candidates, in_ord
 from holdfast.explain.wording import Judgement, in_words
 
 _OTHER_LINE = 3
+_IN_DOUBT = 0.7  # at most, of a good end that something speaks against
 _OF_KILLS = frozenset({"preempted", "host out of memory", "crash"})
 """Families whose lines a process does not survive, whatever the log says of being done."""
 _LEAST_SHOWN = 0.02  # confidence below which another cause is not worth a line
@@ -63,9 +65,13 @@ def judge(facts: Facts) -> Verdict:
     cascades = in_order((each for each in candidates if each.signature.role == "cascade"), first_rank=end.first_rank)
     chosen = _as_counted(facts, _because_of_a_leak(facts, _choose(facts, end, roots, cascades)))
     confirmations = [each for each in candidates if each.signature.role == "confirmation"]
+    doubt = _doubt(facts, end, roots) if chosen.signature is WELL else ""
+    if doubt:
+        chosen = replace(chosen, confidence=min(chosen.confidence, _IN_DOUBT))
     return in_words(
         Judgement(
             facts=facts,
+            doubt=doubt,
             end=end,
             signature=chosen.signature,
             confidence=round(min(max(chosen.confidence, 0.0), 0.99), 2),
@@ -75,6 +81,22 @@ def judge(facts: Facts) -> Verdict:
             runner_up=_runner_up(chosen, end, [*roots, *cascades, *confirmations], facts),
         )
     )
+
+
+def _doubt(facts: Facts, end: End, roots: Sequence[Candidate]) -> str:
+    """Return what speaks against a good end that only an exit status of 0 or its last words state, for a title."""
+    if facts.lost is not None:
+        return f"but {facts.lost.sentence()}"
+    if end.status != 0:
+        return ""
+    if last_words(facts) is not None:
+        return "but its last words are a traceback"
+    killed = next((each for each in roots if each.tier == _OTHER_LINE and each.signature.family in _OF_KILLS), None)
+    if killed is not None:
+        return f"but it says: {next(quoted(killed.statement, most_lines=1), killed.signature.title)}"
+    if facts.extra.get("observed") is not None or facts.extra.get("log_says_done") or facts.extra.get("losses"):
+        return "and nothing of it was observed" if unobserved(facts) else ""
+    return "and nothing that it printed says how it went"
 
 
 def _of_class(chosen: _Chosen) -> float:
@@ -155,7 +177,7 @@ def _explaining(root: Candidate, roots: Sequence[Candidate]) -> Candidate | None
             each
             for each in roots
             if root.signature.id in each.signature.explains
-            and each.tier < CAUGHT
+            and (each.tier < CAUGHT or (each.statement.logged and each.statement.fatal is None))
             and each.statement.rank in (None, root.statement.rank)
         ),
         None,
@@ -243,7 +265,7 @@ def _runner_up(
     if any("NVRM: Xid" in each.text for each in facts.statements) and chosen.signature.family != "hardware":
         found.append((all_signatures()[endings.XID], left * 0.95))
     if (
-        facts.lost is not None and chosen.signature.family != "numerics"
+        facts.lost is not None and facts.lost.exploded and chosen.signature.family != "numerics"
     ):  # printed before an exception of the user's code
         found.append((all_signatures()[endings.TRAINING_LOST], left * 0.9))
     if end.cause is not None and end.cause != endings.STATUS_ONLY:

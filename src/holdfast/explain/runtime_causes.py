@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.core.events.event import Event
 from holdfast.core.text import size
 from holdfast.explain.evidence import Ending, Facts
-from holdfast.explain.remarks import hang_left_alone, kills_counted, last_words, leak_place
+from holdfast.explain.remarks import hang_left_alone, kills_counted, leak_place
 from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.verdict import Exhibit
 from holdfast.recorder.run_files import LOST_FILE
@@ -149,8 +149,7 @@ def _with_zero(facts: Facts) -> End:
     if stop is None and not isinstance(asked, int):
         if any(each.fatal and each.pid is not None for each in facts.statements):
             return End(status=0)  # of a shell or a parent, whose training process died
-        confidence = 0.97 if last_words(facts) is None else 0.7
-        end = End(cause=endings.ENDED_WELL, confidence=confidence, status=0, well=True, why="it ended with status 0")
+        end = End(cause=endings.ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0")
         return _unless_lost(end, facts)
     reason = str(stop.data.get("reason", "a request to stop")) if stop is not None else ""
     exhibits: tuple[Exhibit, ...] = ()
@@ -164,7 +163,7 @@ def _with_zero(facts: Facts) -> End:
 
 def _unless_lost(end: End, facts: Facts) -> End:
     """Return the end, which is no good one if the training was lost before it."""
-    if end.cause != endings.ENDED_WELL or facts.lost is None:
+    if end.cause != endings.ENDED_WELL or facts.lost is None or not facts.lost.exploded:
         return end
     confidence = min(end.confidence, 0.8 if facts.lost.log else 0.95)
     return replace(

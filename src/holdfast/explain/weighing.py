@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ CAUGHT = 4
 _GENERIC_RANK = 90
 _STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
 _LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
+_BY_TYPE = 99  # of the kind that only the type of an exception suggests
 _SPECIFIC_KIND = 91  # the last rank of the kinds that one line shows by itself
 _HABIT = 4  # lines that differ only in numbers: a measure that is called an error
 _BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
@@ -40,7 +42,7 @@ _ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback", "ExceptionGrou
 _TELLING = (  # words of a line that is an error, the surest first
     re.compile(
         r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error (?:code|#)|error[:=<])"
-        r"|\*ERROR\*|\bassertion\b.{0,300}\bfailed\b|^error\b",
+        r"|\*ERROR\*|\bterminate called after\b|\bassertion\b.{0,300}\bfailed\b|^error\b",
         re.IGNORECASE,
     ),
     re.compile(
@@ -58,27 +60,28 @@ _TELLING = (  # words of a line that is an error, the surest first
 )
 _COUNTS = re.compile(  # errors, or is data
     r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror[ _]rate\b|^\s*\{"
-    r"|\bskip(?:ped|ping)\b",
+    r"|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b",
     re.IGNORECASE,
 )
 _WARNED = re.compile(r"\bWARN(?:ING)?\b")
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
-Grounds = Literal["own words", "signature", "symptom", "cascade", "words", "open words", "line", "open line"]
+Grounds = Literal["own words", "signature", "symptom", "cascade", "words", "type", "open words", "line", "open line"]
 """What a candidate rests on: an error of holdfast, which says what was found; a signature; one of a family whose
-failures mostly have their cause elsewhere; what follows from a failure elsewhere; the words of an exception or of a
-line that no signature knows, with a class that they show, or without."""
+failures mostly have their cause elsewhere; what follows from a failure elsewhere; the words of an exception that no
+signature knows, with a class that they show, or that its type only suggests, or without; the same of a line."""
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
-    "signature": (0.87, 0.97),
-    "symptom": (0.5, 0.93),
-    "cascade": (0.75, 0.96),
-    "words": (0.57, 0.95),
-    "open words": (0.68, 0.0),
-    "line": (0.53, 0.88),
-    "open line": (0.5, 0.0),
+    "signature": (0.84, 0.97),
+    "symptom": (0.5, 0.89),
+    "cascade": (0.77, 0.93),
+    "words": (0.6, 0.97),
+    "type": (0.77, 0.74),
+    "open words": (0.7, 0.0),
+    "line": (0.47, 0.92),
+    "open line": (0.47, 0.0),
 }
-"""By grounds: the shares of right causes and of right classes among the failures of ``evals/world/design.jsonl``,
-drawn towards the mean of all; ``python -m evals.world.calibrate`` prints them. The first is no count."""
+"""By grounds: the shares of right causes and of right classes at the first look at failures that no rule was written
+from; ``python -m evals.world.calibrate`` prints them. The first is no count."""
 _SYMPTOMS = frozenset({"out of memory", "crash", "device", "distributed", "autograd", "numerics"})
 _SHARE_OF_CAUGHT = 0.5
 # Characters that are searched: messages list keys of a state dict; no line of an error is so long.
@@ -110,6 +113,8 @@ class Candidate:
         if signature.id == endings.ERROR_LINE:
             return "open line" if signature.family == "unknown" else "line"
         if signature.id == endings.UNCAUGHT:
+            if signature.rank >= _BY_TYPE:
+                return "type"
             return "open words" if signature.family == "unknown" else "words"
         if signature.role == "cascade":
             return "cascade"
@@ -136,6 +141,9 @@ def find_candidates(facts: Facts) -> list[Candidate]:
     if all(each.tier == CAUGHT or each.signature.role == "confirmation" for each in found):
         telling = _telling_line(facts.statements)
         found += [_candidate(_unknown(telling), telling, 3, (telling,))] if telling is not None else []
+    elif any(each.signature.id == endings.NCCL_FAILED for each in found):
+        said = (each for each in facts.statements if "NCCL WARN" in each.text and not match_all(each))
+        found += [_candidate(_unknown(each), each, 3, (each,)) for each in itertools.islice(said, 1)]
     return _without_early(found)
 
 
@@ -225,7 +233,10 @@ def _unknown(statement: Statement) -> Signature:
     kinds = _kinds_of(statement)
     if kinds:
         kind = kinds[0].signature
-        return replace(signature, family=kind.family, means=kind.means, fix=kind.fix)
+        rank = max(kind.rank, _GENERIC_RANK)
+        return replace(
+            signature, family=kind.family, rank=rank, means=kind.means, fix=kind.fix, explains=kind.explains
+        )
     own = bool(statement.frames) and is_own_code(statement.frames[-1])
     return replace(signature, family="user code" if own else "unknown")
 

@@ -39,6 +39,7 @@ class Judgement:
     candidate: Candidate | None  # what it was seen in, or None: only in how it ended
     candidates: tuple[Candidate, ...]  # all of them
     runner_up: tuple[str, str, float] | None  # as `Verdict.runner_up`
+    doubt: str = ""  # what speaks against a good end, for the title
 
 
 def in_words(made: Judgement) -> Verdict:
@@ -84,10 +85,8 @@ def _title(made: Judgement) -> str:
     if signature.id == endings.ENDED_WELL and faults:
         rule = all_rules().get(faults[0].data["rule"])
         return "ended well, but its training has a fault" + (f": {rule.title}" if rule is not None else "")
-    if signature.id == endings.ENDED_WELL and made.end.well and remarks.last_words(facts) is not None:
-        return "ended well, but its last words are a traceback"
-    if signature.id == endings.ENDED_WELL and remarks.unobserved(facts):
-        return "ended with status 0, and nothing of it was observed"
+    if signature.id == endings.ENDED_WELL and made.doubt:
+        return f"{'ended with status 0' if made.end.well else 'came to its end'}, {made.doubt}"
     if signature.id == endings.STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
         return f"ended itself by sys.exit with status {made.end.status}"
     if signature.id in _ITSELF and made.candidate is not None:

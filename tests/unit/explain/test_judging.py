@@ -123,25 +123,29 @@ def test_a_plain_failure_is_named_with_its_place():
 
 
 @pytest.mark.parametrize(
-    ("frames", "family", "words"),
+    ("frames", "exception", "family", "sure", "words"),
     [
-        (USER, "user code", "ValueError: no such head, at /home/me/train.py:9 in step. "),
+        (USER, "RuntimeError", "user code", 0.97, ": no such head, at /home/me/train.py:9 in step. "),
         (
             USER + '  File "/x/lib/python3.11/site-packages/torch/nn/functional.py", line 3, in linear\n    x\n',
+            "RuntimeError",
             "unknown",
-            "ValueError: no such head, at /home/me/train.py:9 in step (raised in torch/nn/functional.py). ",
+            0.0,
+            ": no such head, at /home/me/train.py:9 in step (raised in torch/nn/functional.py). ",
         ),
-        ("", "unknown", "ValueError: no such head. "),
+        ("", "RuntimeError", "unknown", 0.0, ": no such head. "),
+        ("", "ValueError", "user code", 0.77, ": no such head. "),
     ],
 )
-def test_an_exception_that_no_signature_knows_is_its_own_verdict(frames, family, words):
-    """Type and message, the user's innermost line, and the library that raised it; a class only where it shows."""
+def test_an_exception_that_no_signature_knows_is_its_own_verdict(frames, exception, family, sure, words):
+    """Type and message, the user's innermost line, the raising library; a class where it, or the type, shows."""
     head = "Traceback (most recent call last):\n" if frames else ""
-    verdict = of_log(f"{head}{frames}ValueError: no such head\n", status=1)
+    verdict = of_log(f"{head}{frames}{exception}: no such head\n", status=1)
+    assert verdict.class_confidence == sure
     assert (verdict.cause, verdict.family, verdict.restart) == ("H1608", family, "stop")
     assert verdict.exit_code == 10 + FAMILIES.index(family)
-    assert verdict.title == "ValueError: no such head"
-    assert verdict.summary.startswith(f"It failed with {words}")
+    assert verdict.title == f"{exception}: no such head"
+    assert verdict.summary.startswith(f"It failed with {exception}{words}")
 
 
 def test_unknown_says_what_is_missing_and_the_best_guess():

@@ -16,7 +16,8 @@ _BAR = re.compile(
 )
 _PROGRESS = re.compile(
     r"\b(?:epochs?|steps?|iter(?:ation)?s?|batch|loss|acc(?:uracy)?|lr|eta|global_step|perplexity|ppl)\b\W{0,4}\d"
-    r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:",
+    r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:"
+    r"|\bstarting (?:train|test)ing\b|\bbest (?:ckpt|checkpoint|model)\b.{0,20}[:=]",
     re.IGNORECASE,
 )
 _NO_PROGRESS = re.compile(
@@ -38,7 +39,10 @@ _ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)  #
 _OF_A_TRACEBACK = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
 _HABIT = 3  # times that a form of line came before what it is to be progress after
 _LOOKED_AT = 400  # lines after a statement among which forms are looked for
-_VALUE_TEXT = r"(?:nan|inf(?:inity)?|\d{1,30}(?:\.\d{0,30})?(?:e[-+]?\d{1,4})?|\.\d{1,30}(?:e[-+]?\d{1,4})?)(?![\w.])"
+_NOT_FINITE = r"(?:nan|inf(?:inity)?)(?:\.0)?"  # a progress bar of Lightning writes nan.0
+_VALUE_TEXT = (
+    rf"(?:{_NOT_FINITE}|\d{{1,30}}(?:\.\d{{0,30}})?(?:e[-+]?\d{{1,4}})?|\.\d{{1,30}}(?:e[-+]?\d{{1,4}})?)(?![\w.])"
+)
 _VALUE = rf"['\"]?\)?\s{{0,8}}(?:[:=|]|is)?\s{{0,8}}(?:tensor\()?([-+]?{_VALUE_TEXT})"
 _LOSS = re.compile(rf"([\w/.-]{{0,60}}?loss(?:es)?){_VALUE}", re.IGNORECASE)
 _NORM = re.compile(rf"([\w/.-]{{0,60}}?grad(?:ient)?[_ -]?norm){_VALUE}", re.IGNORECASE)
@@ -144,5 +148,5 @@ def _values(lines: Sequence[tuple[int, str]], named: re.Pattern[str], word: str)
         until = 0
         for match in named.finditer(text):
             if not _EVALUATION.search(text, until, match.end(1)):
-                yield match[1], number, float(match[2])
+                yield match[1], number, float(re.sub(r"([nfy])\.0$", r"\1", match[2]))
             until = match.end()

@@ -188,7 +188,7 @@ class _Process:
             return [replace(self._line(line, after - 1), frames=frames, fatal=True)], after
         if _CPLUSPLUS.match(text):
             what = [each.text.strip() for each in self._lines[index + 1 : index + 3] if "what():" in each.text]
-            return [replace(self._line(line, index), text="\n".join([text.strip(), *what]))], index + 1 + len(what)
+            return [replace(self._line(line, index), text="\n".join([*what, text.strip()]))], index + 1 + len(what)
         if "Root Cause (first observed failure)" in text:
             self.endings += _first_failure([each.text for each in self._lines[index + 1 : index + 16]])
             return [], index + 1

@@ -32,7 +32,10 @@ _LINK = re.compile(
     r"|The above exception was the direct cause of the following exception:)"
 )
 EXCEPTION = re.compile(r"([A-Za-z_]\w*(?:\.(?:<locals>\.)?[A-Za-z_]\w*)*)(?: ?: ?(.*))?$", re.DOTALL)
-_NAMED = re.compile(r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault)$")
+_NAMED = re.compile(
+    r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault|NotFound|Invalid|Unavailable"
+    r"|Failed|Exceeded|Conflict|Refused|Resources|Unsupported|DeprecatedEnv)$"
+)
 _SEPARATOR = re.compile(r"\s*\+[-+ \d.]*$")
 _ENDS_MESSAGE = re.compile(
     r'Exception ignored in|Exception in thread |Process [\w-]+:$|Fatal Python error|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
@@ -77,7 +80,7 @@ def split_exception(text: str) -> tuple[str, str] | None:
     name = found[1].rpartition(".")[2]
     module = found[1].rpartition(".")[0].rpartition(".")[2]
     known = _NAMED.search(name) or name in _BUILTINS or (name == "Error" and "." in found[1])
-    known = known or (module in ("exc", "exceptions", "errors") and found[2] is not None)
+    known = known or (module in ("exc", "exceptions", "error", "errors") and found[2] is not None)
     if known and not name.endswith("Warning"):
         return found[1], found[2] or ""
     return None

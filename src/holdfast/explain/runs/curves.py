@@ -28,6 +28,8 @@ _FEWEST_NORMS = 3
 """The same for norms of gradients, of which a loss scale that is being found makes some infinite at first."""
 _EXPLODED = 1e6
 """Rise of a loss that is no training any more. Manual loss scales reach 2**16, rewards that are not scaled 1e4."""
+_FAR = 100.0
+"""Rise of the last losses over the first that is worth a word: single ones of healthy runs rise 40-fold."""
 _LEAST_LEVEL = 1.0
 """Losses below count as this: one that begins at 0 has no scale of its own."""
 _BLOCK = 10
@@ -53,8 +55,9 @@ def lost_of_run(
         newest[info.rank] = folder
     curves = [_of_samples(folder / SAMPLES_FILE) for folder in newest.values()]
     curves += [_of_marks(folder, between) for folder in guards]
-    found = [lost for losses, norms in curves if (lost := find_lost(losses, norms)) is not None]
-    return min(found, key=lambda lost: lost.since, default=None), any(losses for losses, _ in curves)
+    found = [find_lost(losses, norms) or find_doubt(losses) for losses, norms in curves]
+    first = min((each for each in found if each), key=lambda each: (not each.exploded, each.since), default=None)
+    return first, any(losses for losses, _ in curves)
 
 
 def _of_samples(path: Path) -> Curves:
@@ -113,6 +116,18 @@ def _exploded(points: Sequence[Point]) -> Lost | None:
     if count < max(_FEWEST, len(points) // _SHARE_AT_END):
         return None
     return Lost(what="loss", since=points[-count][0], rose=(level, points[-1][1]))
+
+
+def find_doubt(points: Sequence[Point], *, log: str = "") -> Lost | None:
+    """Return a loss whose last tenth, by its median, lies far above the largest of its first."""
+    if len(points) < _FEWEST + 1:
+        return None
+    share = max(len(points) // 10, 1)
+    first = max(abs(value) for _, value in points[:share])
+    last = statistics.median(value for _, value in points[-share:])
+    if not last >= _FAR * max(first, _LEAST_LEVEL) or math.isinf(last):
+        return None
+    return Lost(what="loss", since=points[-share][0], rose=(first, last), exploded=False, log=log)
 
 
 def _at_end(points: Sequence[Point], is_lost: Callable[[float], bool]) -> int:
