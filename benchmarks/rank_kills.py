@@ -4,7 +4,7 @@ How: each schedule trains a small model on two or three ranks under ``torchrun``
 steps, once or twice, and is started again until it ends. Killed is one rank, all ranks at once, or the launcher. The
 launcher is always under ``holdfast run``, which starts it again; so are every second of the other schedules. In a
 third of the schedules the number of ranks changes at each start; the batch of all ranks together stays the same.
-A second kill comes more than 10 steps after the first: ``holdfast run`` takes one sooner for the same failure again.
+A second kill comes 16 steps after the first or later: ``holdfast run`` takes one within 10 for the same again.
 
 The model has dropout where the number of ranks stays, samples are augmented at random, and each epoch is shuffled.
 Compared are the weights at the end with those of an undisturbed run: every bit where the number of ranks stays, else
@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.results_file import Result, read_options
 
-_BATCH, _SAMPLES, _EPOCHS, _WIDTH = 12, 96, 4, 16
+_BATCH, _SAMPLES, _EPOCHS, _WIDTH = 12, 96, 6, 16
 _STEPS = _EPOCHS * _SAMPLES // _BATCH
 _LIMIT_SECONDS = 90.0
 _ROOT = Path(__file__).parents[1]
@@ -204,7 +204,7 @@ def reference_name(schedule: Schedule) -> str:
 def any_schedule(chance: random.Random, number: int, kinds: tuple[str, ...]) -> Schedule:
     """Return a schedule; every third changes the number of ranks."""
     first_kill = chance.randrange(1, _STEPS - 1)
-    later = range(first_kill + 11, _STEPS - 1)
+    later = range(first_kill + 16, _STEPS - 1)
     kills = (first_kill, chance.choice(later)) if later and chance.random() < 0.6 else (first_kill,)
     first = chance.choice((2, 3))
     changes = number % 3 == 2
