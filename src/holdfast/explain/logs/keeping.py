@@ -19,7 +19,7 @@ _CHUNK_BYTES = 1 << 16
 _HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 20
-_NEWEST_HITS_BYTES = 3 << 20
+_NEWEST_HITS_BYTES = 1 << 20
 _OF_A_LINE = 64  # bytes that a line counts for beside its own, since it is kept as an object
 _LINE_BYTES = 1 << 14  # of one line: its beginning and its end
 _AFTER = 12  # lines that are kept after a hit: a message of several lines
@@ -186,6 +186,8 @@ def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
     starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
     found = set()
     for word in _WORDS:
+        if len(found) == len(lines):
+            break
         at = lowered.find(word)
         while at >= 0:
             index = bisect.bisect_right(starts, at) - 1
