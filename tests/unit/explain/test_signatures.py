@@ -158,7 +158,7 @@ def test_long_texts_that_match_nothing_are_passed_over(piece: str) -> None:
 
 
 def test_no_text_is_passed_over_that_a_pattern_fits() -> None:
-    """A pattern is only tried where a word is that it needs: that finds the same in all texts that are quoted here."""
+    """A pattern is only tried where a word is that it needs, and finds the same in all texts that are quoted."""
     texts = [text for _, text in (each.values for each in TEXTS)]
     patterns = {pattern for each in CATALOGUE.values() for pattern in each.patterns}
     patterns |= {pattern for each in kinds_of_unknown() for pattern in each.patterns}
