@@ -126,7 +126,7 @@ def test_a_plain_failure_is_named_with_its_place():
 @pytest.mark.parametrize(
     ("frames", "exception", "family", "sure", "words"),
     [
-        (USER, "RuntimeError", "user code", 0.97, ": no such head, at /home/me/train.py:9 in step. "),
+        (USER, "RuntimeError", "user code", 0.94, ": no such head, at /home/me/train.py:9 in step. "),
         (
             USER + '  File "/x/lib/python3.11/site-packages/torch/nn/functional.py", line 3, in linear\n    x\n',
             "RuntimeError",
