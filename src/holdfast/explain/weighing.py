@@ -55,7 +55,7 @@ _TELLING = (  # words of a line that is an error, the surest first
     re.compile(
         r"\b(?:no longer|not yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
         r"|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden|unauthorized|than is available"
-        r"|aren't available|pre-?empted by|interruption notice|doesn't|does not|assert|raise)\b",
+        r"|aren't available|pre-?empted by|interruption notice|refused|doesn't|does not|assert|raise)\b",
         re.IGNORECASE,
     ),
 )

@@ -184,7 +184,7 @@ def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
     Word by word through the whole block: line by line takes ten times as long.
     """
     starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
-    found = set()
+    found: set[int] = set()
     for word in _WORDS:
         if len(found) == len(lines):
             break
