@@ -35,7 +35,7 @@ CAUGHT = 4
 _GENERIC_RANK = 90
 _STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
 _LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
-_BY_TYPE = 99  # of the kind that only the type of an exception suggests
+_BY_TYPE = 97  # of the kinds that only the type of an exception, or the library that raised it, suggests
 _SPECIFIC_KIND = 91  # the last rank of the kinds that one line shows by itself
 _HABIT = 4  # lines that differ only in numbers: a measure that is called an error
 _BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
@@ -72,11 +72,11 @@ failures mostly have their cause elsewhere; what follows from a failure elsewher
 signature knows, with a class that they show, or that its type only suggests, or without; the same of a line."""
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
-    "signature": (0.84, 0.94),
+    "signature": (0.84, 0.95),
     "symptom": (0.5, 0.89),
-    "cascade": (0.77, 0.91),
-    "words": (0.6, 0.94),
-    "type": (0.77, 0.67),
+    "cascade": (0.77, 0.92),
+    "words": (0.6, 0.95),
+    "type": (0.77, 0.69),
     "open words": (0.7, 0.0),
     "line": (0.47, 0.91),
     "open line": (0.47, 0.0),
@@ -232,13 +232,13 @@ def _unknown(statement: Statement) -> Signature:
     """
     signature = all_signatures()[endings.UNCAUGHT if statement.kind == "exception" else endings.ERROR_LINE]
     kinds = _kinds_of(statement)
-    if kinds:
+    own = bool(statement.frames) and is_own_code(statement.frames[-1])
+    if kinds and not (own and kinds[0].signature.rank >= _BY_TYPE):
         kind = kinds[0].signature
         rank = max(kind.rank, _GENERIC_RANK)
         return replace(
             signature, family=kind.family, rank=rank, means=kind.means, fix=kind.fix, explains=kind.explains
         )
-    own = bool(statement.frames) and is_own_code(statement.frames[-1])
     return replace(signature, family="user code" if own else "unknown")
 
 
@@ -442,6 +442,7 @@ def match_all(statement: Statement) -> list[Match]:
 def _matches(statement: Statement, signatures: _Catalogue) -> list[Match]:
     texts = _texts_of(statement)
     places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
+    places += [f"innermost {place}" for place in places[-1:]]
     near = signatures.near("\n".join(lowered for _, lowered in texts))
     found = [(each.order(statement, texts, places), each.signature) for each in near]
     matches = [Match(order, signature) for order, signature in found if order is not None]
