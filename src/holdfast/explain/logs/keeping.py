@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 _CHUNK_BYTES = 1 << 16
 _HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
-_FIRST_HITS_BYTES = 1 << 20
+_FIRST_HITS_BYTES = 1 << 19
 _NEWEST_HITS_BYTES = 1 << 20
 _OF_A_LINE = 64  # bytes that a line counts for beside its own, since it is kept as an object
 _LINE_BYTES = 1 << 14  # of one line: its beginning and its end
@@ -43,8 +43,7 @@ class Readable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
+class LogLine(NamedTuple):
     """One line as it was written, without its end."""
 
     number: int  # from 1

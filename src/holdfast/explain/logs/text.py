@@ -24,7 +24,7 @@ from holdfast.explain.logs.tracebacks import (
     without_margins,
 )
 
-_MOST_OF_A_KIND = 1_500  # statements that are lines, and that are exceptions: the first third and the newest
+_MOST_OF_A_KIND = 900  # statements that are lines, and that are exceptions: the first third and the newest
 _WENT_ON = 2  # lines of progress after a statement of the same process that show that it went on
 _MOST_MESSAGE = 20_000
 _SHORT = 100
@@ -206,10 +206,11 @@ class _Process:
 
     def _line(self, line: CleanLine, last: int) -> Statement:
         needed = _WENT_ON if self._done or not _SCHEDULER.search(line.text, line.text.lower()) else _BUFFERED_BY_RANKS
-        fatal = False if self._pulse.after(last) >= needed else None
+        progress = self._pulse.after(last)
+        fatal = False if progress >= needed else None
         quiet = line.level in _NOT_FATAL_LEVELS and not _TOLD_TO_END.search(line.text)
         warned = quiet or _WARNING.match(line.text) is not None
-        if warned and (self._done or self._pulse.after(last)):
+        if warned and (self._done or progress):
             fatal = False
         return Statement(
             text=line.shown.strip(), source=f"{self._name}:{line.number}", position=line.number,
