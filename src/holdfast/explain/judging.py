@@ -174,7 +174,7 @@ def _explaining(root: Candidate, roots: Sequence[Candidate]) -> Candidate | None
     """Return the root of the same process that says in detail what this one only repeats."""
     return next(
         (
-            each
+            replace(each, tier=root.tier)
             for each in roots
             if root.signature.id in each.signature.explains
             and (each.tier < CAUGHT or (each.statement.logged and each.statement.fatal is None))

@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 
 from holdfast.explain.evidence import Facts, Statement, is_own_code
 from holdfast.explain.logs.progress import is_progress
+from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.rules import all_rules
 from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import all_signatures, endings, kinds_of_unknown
@@ -34,7 +35,7 @@ CAUGHT = 4
 _GENERIC_RANK = 90
 _STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
 _LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
-_BY_TYPE = 99  # of the kind that only the type of an exception suggests
+_BY_TYPE = 97  # of the kinds that only the type of an exception, or the library that raised it, suggests
 _SPECIFIC_KIND = 91  # the last rank of the kinds that one line shows by itself
 _HABIT = 4  # lines that differ only in numbers: a measure that is called an error
 _BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
@@ -54,7 +55,7 @@ _TELLING = (  # words of a line that is an error, the surest first
     re.compile(
         r"\b(?:no longer|not yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
         r"|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden|unauthorized|than is available"
-        r"|doesn't|does not|assert|raise)\b",
+        r"|aren't available|pre-?empted by|interruption notice|refused|doesn't|does not|assert|raise)\b",
         re.IGNORECASE,
     ),
 )
@@ -71,13 +72,13 @@ failures mostly have their cause elsewhere; what follows from a failure elsewher
 signature knows, with a class that they show, or that its type only suggests, or without; the same of a line."""
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
-    "signature": (0.84, 0.97),
+    "signature": (0.84, 0.95),
     "symptom": (0.5, 0.89),
-    "cascade": (0.77, 0.93),
-    "words": (0.6, 0.97),
-    "type": (0.77, 0.74),
+    "cascade": (0.77, 0.92),
+    "words": (0.6, 0.95),
+    "type": (0.77, 0.69),
     "open words": (0.7, 0.0),
-    "line": (0.47, 0.92),
+    "line": (0.47, 0.91),
     "open line": (0.47, 0.0),
 }
 """By grounds: the shares of right causes and of right classes at the first look at failures that no rule was written
@@ -231,13 +232,13 @@ def _unknown(statement: Statement) -> Signature:
     """
     signature = all_signatures()[endings.UNCAUGHT if statement.kind == "exception" else endings.ERROR_LINE]
     kinds = _kinds_of(statement)
-    if kinds:
+    own = bool(statement.frames) and is_own_code(statement.frames[-1])
+    if kinds and not (own and kinds[0].signature.rank >= _BY_TYPE):
         kind = kinds[0].signature
         rank = max(kind.rank, _GENERIC_RANK)
         return replace(
             signature, family=kind.family, rank=rank, means=kind.means, fix=kind.fix, explains=kind.explains
         )
-    own = bool(statement.frames) and is_own_code(statement.frames[-1])
     return replace(signature, family="user code" if own else "unknown")
 
 
@@ -365,16 +366,15 @@ class Match(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     signature: Signature
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[QuickPattern, ...]
     frames: tuple[re.Pattern[str], ...]
-    in_frames: tuple[tuple[re.Pattern[str], re.Pattern[str]], ...]
+    in_frames: tuple[tuple[QuickPattern, re.Pattern[str]], ...]
 
-    def order(self, statement: Statement) -> tuple[float, ...] | None:
+    def order(self, statement: Statement, texts: _Texts, places: Sequence[str]) -> tuple[float, ...] | None:
         """Return how well the signature fits, or None if it does not."""
         signature, patterns = self.signature, self.patterns
         named = 0
         if statement.kind == "exception":
-            places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
             if signature.exceptions and statement.exception not in (None, *signature.exceptions):
                 return None
             if self.frames and not _any(self.frames, places):
@@ -383,21 +383,38 @@ class _Compiled:
             patterns += tuple(text for text, frame in self.in_frames if _any([frame], places))
         elif signature.only_exceptions:
             return None
-        length = _matched(statement, patterns)
+        length = _matched(texts, patterns)
         if length is None:
             return None
         # One that names a class or frames knows more; then the longer text says more; at last the id, to be definite.
         return (signature.rank, -named, -length, int(signature.id[1:]))
 
 
-@functools.cache
-def _compiled() -> tuple[_Compiled, ...]:
-    return _compile(all_signatures().values())
+class _Catalogue:
+    """Signatures, by the words without which they cannot fit."""
+
+    def __init__(self, signatures: Iterable[Signature]) -> None:
+        self._all = _compile(signatures)
+        self._by_word: dict[str, list[int]] = collections.defaultdict(list)
+        for index, each in enumerate(self._all):
+            sought = [pattern.words for pattern in (*each.patterns, *(text for text, _ in each.in_frames))]
+            for word in frozenset().union(*sought) if all(sought) else {""}:
+                self._by_word[word].append(index)
+
+    def near(self, lowered: str) -> list[_Compiled]:
+        """Return those of which a word is in a text in lower case, and those that need none."""
+        found = {index for word, indices in self._by_word.items() if word in lowered for index in indices}
+        return [self._all[index] for index in sorted(found)]
 
 
 @functools.cache
-def _compiled_kinds() -> tuple[_Compiled, ...]:
-    return _compile(kinds_of_unknown())
+def _compiled() -> _Catalogue:
+    return _Catalogue(all_signatures().values())
+
+
+@functools.cache
+def _compiled_kinds() -> _Catalogue:
+    return _Catalogue(kinds_of_unknown())
 
 
 def _kinds_of(statement: Statement) -> list[Match]:
@@ -405,15 +422,12 @@ def _kinds_of(statement: Statement) -> list[Match]:
 
 
 def _compile(signatures: Iterable[Signature]) -> tuple[_Compiled, ...]:
-    def of(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-        return tuple(re.compile(pattern, re.IGNORECASE) for pattern in patterns)
-
     return tuple(
         _Compiled(
             signature=each,
-            patterns=of(each.patterns),
-            frames=of(each.frames),
-            in_frames=tuple((re.compile(text, re.IGNORECASE), re.compile(frame)) for text, frame in each.in_frames),
+            patterns=tuple(map(QuickPattern, each.patterns)),
+            frames=tuple(re.compile(frame, re.IGNORECASE) for frame in each.frames),
+            in_frames=tuple((QuickPattern(text), re.compile(frame)) for text, frame in each.in_frames),
         )
         for each in signatures
         if each.patterns or each.in_frames
@@ -425,8 +439,12 @@ def match_all(statement: Statement) -> list[Match]:
     return _matches(statement, _compiled())
 
 
-def _matches(statement: Statement, signatures: Iterable[_Compiled]) -> list[Match]:
-    found = [(each.order(statement), each.signature) for each in signatures]
+def _matches(statement: Statement, signatures: _Catalogue) -> list[Match]:
+    texts = _texts_of(statement)
+    places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
+    places += [f"innermost {place}" for place in places[-1:]]
+    near = signatures.near("\n".join(lowered for _, lowered in texts))
+    found = [(each.order(statement, texts, places), each.signature) for each in near]
     matches = [Match(order, signature) for order, signature in found if order is not None]
     return sorted(matches, key=lambda match: match.order)
 
@@ -435,15 +453,27 @@ def _any(patterns: Iterable[re.Pattern[str]], places: Iterable[str]) -> bool:
     return any(pattern.search(place) for pattern in patterns for place in places)
 
 
-def _matched(statement: Statement, patterns: tuple[re.Pattern[str], ...]) -> int | None:
-    """Return how many characters the pattern that fits best covers, or None."""
+_Texts = list[tuple[str, str]]  # each as it is, and in lower case
+
+
+def _texts_of(statement: Statement) -> _Texts:
+    """Return the texts in which patterns are sought, the first that fits counts."""
     texts = [statement.text[: _MOST_OF_A_MESSAGE if statement.kind == "exception" else _MOST_OF_A_LINE]]
     if statement.exception is not None:
         texts.append(f"{statement.exception}: {texts[0]}" if texts[0] else statement.exception)
     if "\n" in texts[0]:  # who pasted it may have wrapped its lines
         texts.append(" ".join(texts[0].split()))
-    for text in texts:
-        found = [match.end() - match.start() for pattern in patterns if (match := pattern.search(text)) is not None]
+    return [(text, text.lower()) for text in texts]
+
+
+def _matched(texts: _Texts, patterns: tuple[QuickPattern, ...]) -> int | None:
+    """Return how many characters the pattern that fits best covers, or None."""
+    for text, lowered in texts:
+        found = [
+            match.end() - match.start()
+            for pattern in patterns
+            if (match := pattern.search(text, lowered)) is not None
+        ]
         if found:
             return max(found)
     return None

@@ -57,6 +57,7 @@ def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
     """Ends that sound well, progress without words, retries, launchers, schedulers, buffers: see `logs.yaml`."""
     verdict = of_log(filled(case["log"]), case.get("status"))
     assert verdict.title == case.get("title", verdict.title)
+    assert case.get("fix", "") in verdict.fix
     if "next" in case:
         assert verdict.runner_up is not None
         assert verdict.runner_up[0] == case["next"]
@@ -125,14 +126,15 @@ def test_a_plain_failure_is_named_with_its_place():
 @pytest.mark.parametrize(
     ("frames", "exception", "family", "sure", "words"),
     [
-        (USER, "RuntimeError", "user code", 0.97, ": no such head, at /home/me/train.py:9 in step. "),
+        (USER, "RuntimeError", "user code", 0.95, ": no such head, at /home/me/train.py:9 in step. "),
         (
             USER + '  File "/x/lib/python3.11/site-packages/torch/nn/functional.py", line 3, in linear\n    x\n',
             "RuntimeError",
-            "unknown",
-            0.0,
+            "shape or type",
+            0.77,
             ": no such head, at /home/me/train.py:9 in step (raised in torch/nn/functional.py). ",
         ),
+        (USER, "ValueError", "user code", 0.95, ": no such head, at /home/me/train.py:9 in step. "),
         ("", "RuntimeError", "unknown", 0.0, ": no such head. "),
         ("", "ValueError", "user code", 0.77, ": no such head. "),
     ],

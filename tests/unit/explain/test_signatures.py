@@ -22,6 +22,7 @@ from holdfast.explain.hangs.blame import KINDS as HANG_KINDS
 from holdfast.explain.hangs.blame import SIGNATURES_OF
 from holdfast.explain.judging import judge
 from holdfast.explain.logs.keeping import is_relevant
+from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.rules import all_rules, catalogue
 from holdfast.explain.signature import FAMILIES, Restart, Role, Signature
 from holdfast.explain.signatures import WELL, all_signatures, endings, kinds_of_unknown, leaks
@@ -154,3 +155,15 @@ def test_long_texts_that_match_nothing_are_passed_over(piece: str) -> None:
     for suffix in ("", " tensor", "\nRuntimeError"):
         assert not fits((text + suffix)[-20_000:])
         fits((text + suffix)[-20_000:], exception="RuntimeError")
+
+
+def test_no_text_is_passed_over_that_a_pattern_fits() -> None:
+    """A pattern is only tried where a word is that it needs, and finds the same in all texts that are quoted."""
+    texts = [text for _, text in (each.values for each in TEXTS)]
+    patterns = {pattern for each in CATALOGUE.values() for pattern in each.patterns}
+    patterns |= {pattern for each in kinds_of_unknown() for pattern in each.patterns}
+    patterns |= {r"a(?:b|c)?d", r"(?:x|yz)+", r"[ab]\d", r"É.?", r"\bno\b|(?:\d|two)"}
+    for pattern in patterns:
+        quick, plain = QuickPattern(pattern), re.compile(pattern, re.IGNORECASE)
+        for text in [*texts, "AD", "acd", "yz", "b7", "é", "No", "TWO", "7"]:
+            assert (quick.search(text, text.lower()) is None) == (plain.search(text) is None), (pattern, text)

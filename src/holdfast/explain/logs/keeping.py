@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 _CHUNK_BYTES = 1 << 16
 _HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
-_FIRST_HITS_BYTES = 1 << 20
-_NEWEST_HITS_BYTES = 3 << 20
+_FIRST_HITS_BYTES = 1 << 19
+_NEWEST_HITS_BYTES = 1 << 20
 _OF_A_LINE = 64  # bytes that a line counts for beside its own, since it is kept as an object
 _LINE_BYTES = 1 << 14  # of one line: its beginning and its end
 _AFTER = 12  # lines that are kept after a hit: a message of several lines
@@ -43,8 +43,7 @@ class Readable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
+class LogLine(NamedTuple):
     """One line as it was written, without its end."""
 
     number: int  # from 1
@@ -184,8 +183,10 @@ def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
     Word by word through the whole block: line by line takes ten times as long.
     """
     starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
-    found = set()
+    found: set[int] = set()
     for word in _WORDS:
+        if len(found) == len(lines):
+            break
         at = lowered.find(word)
         while at >= 0:
             index = bisect.bisect_right(starts, at) - 1

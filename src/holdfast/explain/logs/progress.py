@@ -9,30 +9,26 @@ import re
 from collections.abc import Iterator, Sequence
 
 from holdfast.explain.logs.keeping import is_relevant
+from holdfast.explain.logs.quick import QuickPattern
 
 # Runs of digits are bounded: a line of nothing else would take time quadratic in its length.
-_BAR = re.compile(
+_BAR = QuickPattern(
     r"\d{1,9}%\|.{0,200}\|\s{0,20}\d{1,18}/\d{1,18}|\[\d{1,9}:\d{1,9}<[^\]]{1,40}\]|\d{1,9}(?:\.\d{1,9})?(?:it/s|s/it)\b"
 )
-_PROGRESS = re.compile(
+_PROGRESS = QuickPattern(
     r"\b(?:epochs?|steps?|iter(?:ation)?s?|batch|loss|acc(?:uracy)?|lr|eta|global_step|perplexity|ppl)\b\W{0,4}\d"
     r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:"
     r"|\bstarting (?:train|test)ing\b|\bbest (?:ckpt|checkpoint|model)\b.{0,20}[:=]",
-    re.IGNORECASE,
 )
-_NO_PROGRESS = re.compile(
-    r"wandb:|\b(?:error|exception|fail|abort|nan\b|stopp(?:ed|ing)|interrupt|resum)", re.IGNORECASE
-)
-_DONE = re.compile(
+_NO_PROGRESS = QuickPattern(r"wandb:|\b(?:error|exception|fail|abort|nan\b|stopp(?:ed|ing)|interrupt|resum)")
+_DONE = QuickPattern(
     r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b.{0,20}\b(?:finished|completed?|done|ended well)\b"
     r"|`Trainer\.fit` stopped: `max_|'train_runtime':|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b",
-    re.IGNORECASE,
 )
-_SAVED = re.compile(r"\b(?:done|finished|completed?|saved|saving|written|wrote)\b", re.IGNORECASE)
-_NOT_DONE = re.compile(
+_SAVED = QuickPattern(r"\b(?:done|finished|completed?|saved|saving|written|wrote)\b")
+_NOT_DONE = QuickPattern(
     r"\b(?:not|never|unsuccessful\w*|fail\w*|errors?|abort\w*|crash\w*|killed|warm-?up)\b"
     r"|\b(?:code|status|exit|rc)\W{0,3}(?:-|0*[1-9])",
-    re.IGNORECASE,
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)  # "Error: 72.0" measures something
@@ -54,25 +50,27 @@ _EVALUATION = re.compile(
 
 def is_progress_bar(text: str) -> bool:
     """Return whether a line is one picture of a progress bar."""
-    return _BAR.search(text) is not None
+    return _BAR.search(text, text.lower()) is not None
 
 
 def is_end(text: str) -> bool:
     """Return whether a line says that the training is done."""
-    return _DONE.search(text) is not None and _NOT_DONE.search(text) is None
+    lowered = text.lower()
+    return _DONE.search(text, lowered) is not None and _NOT_DONE.search(text, lowered) is None
 
 
 def is_progress(text: str) -> bool:
     """Return whether a line shows that the training went on, or is done."""
     if "Traceback (most recent call last)" in text:  # it began behind a progress bar
         return False
-    goes = _PROGRESS.search(text) is not None or is_progress_bar(text)
-    return (goes and not _NO_PROGRESS.search(text)) or is_end(text)
+    lowered = text.lower()
+    goes = _PROGRESS.search(text, lowered) is not None or is_progress_bar(text)
+    return (goes and not _NO_PROGRESS.search(text, lowered)) or is_end(text)
 
 
 def goes_on(text: str) -> bool:
     """Return whether a line shows that the run went on, or saved; no bar, which is drawn once more as it is left."""
-    return _SAVED.search(text) is not None or (is_progress(text) and not is_progress_bar(text))
+    return _SAVED.search(text, text.lower()) is not None or (is_progress(text) and not is_progress_bar(text))
 
 
 class Pulse:
@@ -98,6 +96,8 @@ class Pulse:
     def after(self, last: int) -> int:
         """Return how many lines of progress stand after a line, by words or else by their form."""
         if self._words_after[last + 1] > 1:
+            return self._words_after[last + 1]
+        if not self._habit_at:
             return self._words_after[last + 1]
         following = self._forms[last + 1 : last + 1 + _LOOKED_AT]
         by_form = sum(1 for form in following if form and self._habit_at.get(form, last) < last)

@@ -13,6 +13,7 @@ from holdfast.explain.evidence import Ending, Statement
 from holdfast.explain.logs.keeping import Readable, keep_lines, relevant_lines
 from holdfast.explain.logs.lines import CleanLine, clean_lines
 from holdfast.explain.logs.progress import Pulse, goes_on, is_end, is_progress_bar, printed_losses, printed_norms
+from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.logs.tracebacks import (
     HEADER,
     Raised,
@@ -23,7 +24,7 @@ from holdfast.explain.logs.tracebacks import (
     without_margins,
 )
 
-_MOST_OF_A_KIND = 1_500  # statements that are lines, and that are exceptions: the first third and the newest
+_MOST_OF_A_KIND = 900  # statements that are lines, and that are exceptions: the first third and the newest
 _WENT_ON = 2  # lines of progress after a statement of the same process that show that it went on
 _MOST_MESSAGE = 20_000
 _SHORT = 100
@@ -36,9 +37,10 @@ _WARNING = re.compile(r"(?:\S{1,300}:\d+: )?(?:[\w.]*\.)?(\w*Warning): ")
 _NOT_UNCAUGHT = re.compile(r"Exception ignored in|--- Logging error ---|Exception in thread |Exception ignored on")
 _ALOUD = frozenset({"WARNING", "WARN", "ERROR", "CRITICAL", "FATAL"})
 _RETRY = re.compile(r"\b(?:retry|retrying|attempt #?\d+|restart(?:ing|ed)?|resum(?:e|es|ed|ing))\b", re.IGNORECASE)
-_SCHEDULER = re.compile(
+_SCHEDULER = QuickPattern(
     r"\bDUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE)\b|\boom[-_ ]kill event|\bslurmstepd: error: "
-    r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b|\bWatchdog caught collective operation timeout\b"
+    r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b|\bWatchdog caught collective operation timeout\b",
+    flags=0,
 )
 _TOLD_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")  # logged as a warning
 _FIELD = re.compile(r"\s*(rank|exitcode)\s*:\s*(.*)$")  # of the table of torchrun
@@ -203,11 +205,12 @@ class _Process:
         return [], index + 1
 
     def _line(self, line: CleanLine, last: int) -> Statement:
-        needed = _WENT_ON if self._done or not _SCHEDULER.search(line.text) else _BUFFERED_BY_RANKS
-        fatal = False if self._pulse.after(last) >= needed else None
+        needed = _WENT_ON if self._done or not _SCHEDULER.search(line.text, line.text.lower()) else _BUFFERED_BY_RANKS
+        progress = self._pulse.after(last)
+        fatal = False if progress >= needed else None
         quiet = line.level in _NOT_FATAL_LEVELS and not _TOLD_TO_END.search(line.text)
         warned = quiet or _WARNING.match(line.text) is not None
-        if warned and (self._done or self._pulse.after(last)):
+        if warned and (self._done or progress):
             fatal = False
         return Statement(
             text=line.shown.strip(), source=f"{self._name}:{line.number}", position=line.number,

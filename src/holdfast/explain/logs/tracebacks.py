@@ -34,7 +34,7 @@ _LINK = re.compile(
 EXCEPTION = re.compile(r"([A-Za-z_]\w*(?:\.(?:<locals>\.)?[A-Za-z_]\w*)*)(?: ?: ?(.*))?$", re.DOTALL)
 _NAMED = re.compile(
     r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault|NotFound|Invalid|Unavailable"
-    r"|Failed|Exceeded|Conflict|Refused|Resources|Unsupported|DeprecatedEnv)$"
+    r"|Failed|Exceeded|Conflict|Refused|Resources|Unsupported|DeprecatedEnv)$|^Bad\w+File$"
 )
 _SEPARATOR = re.compile(r"\s*\+[-+ \d.]*$")
 _ENDS_MESSAGE = re.compile(
