@@ -36,6 +36,7 @@ _READ_OFFSET, _LOSS_OFFSET, _NORM_OFFSET = 12, 16, 24  # in a sample
 _FLOAT = struct.Struct("<d")
 _BEFORE_PAYLOAD = 16  # in a slot of a ring: sequence and time
 _CAPACITY = 32_768
+_now = time.monotonic_ns
 
 
 class Phase(IntEnum):
@@ -85,16 +86,13 @@ class ProgressBoard:
         self.enter(Phase.STARTING)
         _HEADER.pack_into(self._map, _HEADER_AT, _MAGIC, VERSION, os.getpid())
 
-    def enter(self, phase: Phase) -> None:
-        """Show that a phase begins, which is progress, also if it has the same name. Cost: about 0.3 microseconds."""
+    def enter(self, phase: Phase) -> int:
+        """Show that a phase begins, also one of the same name: progress. Returns when, in monotonic nanoseconds."""
         self.phase = phase
-        self.progress = now = self.progress + 1
-        self._pack_into(self._map, _STANDING_AT, now, phase, time.monotonic_ns(), self.step, self.micro_step, now)
-
-    def count(self, *, step: int, micro_step: int, phase: Phase | None = None) -> None:
-        """Show how much was done; a phase begins, or goes on and how long it may take counts from now."""
-        self.step, self.micro_step = step, micro_step
-        self.enter(self.phase if phase is None else phase)
+        self.progress = progress = self.progress + 1
+        now = _now()
+        self._pack_into(self._map, _STANDING_AT, progress, phase, now, self.step, self.micro_step, progress)
+        return now
 
     def trace_requested(self) -> int:
         """Return the number of the newest request from outside to trace what memory is held by, 0 for none."""

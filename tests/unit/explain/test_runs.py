@@ -73,7 +73,8 @@ class SupervisedRun:
         folder = write_process(self.path, info)
         board = ProgressBoard(folder / BOARD_FILE)
         board.enter(Phase.FORWARD_BACKWARD)
-        board.count(step=steps, micro_step=steps)
+        board.step = board.micro_step = steps
+        board.enter(board.phase)
         board.close()
         ring = SampleRing(folder / SAMPLES_FILE)
         for step, loss in enumerate(losses, start=1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.importing import ImportWatch
+from holdfast.recorder import progress
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, read_samples
 from holdfast.recorder.run_files import PROCESSES_FOLDER, ProcessInfo, read_processes, write_process
 from holdfast.supervise.observe.launchers import find_launcher_name
@@ -206,8 +208,8 @@ def backward(steps: Steps, loss: float = 1.0) -> None:
 
 
 def step(steps: Steps, optimizer: Any) -> None:
-    steps.optimizer_begins()
-    steps.optimizer_ends(optimizer)
+    steps.optimizer_begins(optimizer, (optimizer,), {})
+    steps.optimizer_ends(optimizer, (optimizer,), {})
 
 
 def test_the_phases_of_a_loop(seen: Seen) -> None:
@@ -225,8 +227,8 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
         does(steps.wait_ends, None)
         does(steps.backward_begins, None)
         does(steps.backward_ends)
-        does(steps.optimizer_begins)
-        does(steps.optimizer_ends, judge)
+        does(steps.optimizer_begins, judge, (judge,), {})
+        does(steps.optimizer_ends, judge, (judge,), {})
     does(steps.aside_begins, Phase.SAVING)
     does(steps.aside_ends)
     does(steps.evaluates)
@@ -243,6 +245,49 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
     assert seen.roles == ["trainer"]
 
 
+def test_fast_steps_are_read_now_and_then(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first 1000 steps each loss is read, then one in 2 ms, of a step whole; a NaN that stays is seen."""
+    nanoseconds = itertools.count(1, 100_000)
+    monkeypatch.setattr(progress, "_now", lambda: next(nanoseconds))  # four times a step
+    steps, one = steps_of(seen), Optimizer()
+    for number in range(1, 1101):
+        steps.wait_begins()
+        steps.wait_ends(None)
+        backward(steps, math.nan if number > 1050 else 1.0)
+        steps.clipped(torch.tensor(2.0))
+        step(steps, one)
+    samples = read_samples(seen.ring)
+    assert [each.step for each in samples] == [*range(1, 1101)]
+    assert {each.loss for each in samples[:1000]} == {1.0}
+    read = [each for each in samples[1000:] if each.loss is not None]
+    assert [each for each in samples[1000:] if each.grad_norm is not None] == read
+    assert [later.step - earlier.step for earlier, later in itertools.pairwise(read)] == [4] * (len(read) - 1)
+    assert [math.isnan(each.loss) for each in read] == [each.step > 1050 for each in read]
+
+
+def test_a_step_takes_few_calls(seen: Seen) -> None:
+    """Between the operations of a small step our code is cold, and each call of it costs a microsecond or more."""
+    steps, one, loss = steps_of(seen), Optimizer(), torch.tensor(1.0)
+    calls: list[str] = []
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename != __file__:
+            calls.append(frame.f_code.co_name)
+
+    for number in range(2):  # the first opens and decides things
+        sys.setprofile(look if number else None)
+        steps.wait_begins()
+        steps.wait_ends(None)
+        steps.backward_begins(loss)
+        steps.backward_ends()
+        steps.clipped(loss)
+        steps.optimizer_begins(one, (one,), {})
+        steps.optimizer_ends(one, (one,), {})
+    sys.setprofile(None)
+    assert len(calls) <= 20, calls
+    assert read_samples(seen.ring)[1].grad_norm == 1.0
+
+
 def test_a_norm_is_that_of_the_newest_gradients(seen: Seen) -> None:
     """It is recorded with the step whose backward made them, also where that step has ended before it is computed."""
     steps, one, other = steps_of(seen, optimizer=False), Optimizer(), Optimizer()
@@ -257,6 +302,7 @@ def test_a_norm_is_that_of_the_newest_gradients(seen: Seen) -> None:
     steps.clipped(torch.tensor(4.0))
     step(steps, one)
     assert [each.grad_norm for each in read_samples(seen.ring)] == [1.0, 2.0, 3.0, 4.0]
+    seen.board = ProgressBoard(seen.path)
     without = steps_of(seen)
     for norm in (5.0, 6.0):  # gradients of autograd.grad, or of a formula
         without.clipped(torch.tensor(norm))

@@ -95,7 +95,8 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 def test_a_trainer_that_stands_still_is_told_once_with_its_line(scene: Scene) -> None:
     """Nothing is told before the limit; then stacks, kind, line, remedy and the files that hold the stacks."""
     pid = scene.start()
-    scene.boards[pid].count(step=7, micro_step=7)
+    scene.boards[pid].step = 7
+    scene.boards[pid].enter(scene.boards[pid].phase)
     scene.look(LIMIT - 1)
     assert scene.events == []
     scene.look(30)
@@ -119,7 +120,7 @@ def wait_for_state(pid: int, state: str) -> None:
 def test_what_moves_while_its_stacks_are_taken_is_no_hang(scene: Scene) -> None:
     """The second before the verdict is one in which it may go on."""
     pid = scene.start()
-    scene.during = lambda: scene.boards[pid].count(step=1, micro_step=1)
+    scene.during = lambda: scene.boards[pid].enter(scene.boards[pid].phase)
     scene.look(LIMIT + 1)
     assert scene.kinds()[:2] == ["hang_suspected", "hang_over"]
     assert scene.hangs == []

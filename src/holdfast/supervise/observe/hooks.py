@@ -66,11 +66,10 @@ class _Hooks:
     def __init__(self, torch: ModuleType, observer: Observed, steps: Steps) -> None:
         self._torch: Any = torch
         self._observer, self._steps = observer, steps
-        self._is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
     def _after(self, owner: Any, name: str, act: Callable[..., None]) -> None:
         """Call a function with the result and the arguments of another, after each call of that."""
-        is_compiling = self._is_compiling
+        is_compiling = self._steps.is_compiling
 
         def make(original: Function) -> Function:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -84,23 +83,11 @@ class _Hooks:
         _wrap(owner, name, make)
 
     def optimizers(self, module: Any) -> None:
-        steps, is_compiling = self._steps, self._is_compiling
-
-        def before(_optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not is_compiling():
-                given = (*args[1:], *kwargs.values())
-                has_closure = bool(given) and any(each is not None for each in given)
-                (steps.closure_begins if has_closure else steps.optimizer_begins)()
-
-        def after(optimizer: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-            if not is_compiling():
-                steps.optimizer_ends(optimizer)
-
-        module.register_optimizer_step_pre_hook(before)
-        module.register_optimizer_step_post_hook(after)
+        module.register_optimizer_step_pre_hook(self._steps.optimizer_begins)
+        module.register_optimizer_step_post_hook(self._steps.optimizer_ends)
 
     def autograd(self, module: Any) -> None:
-        steps, is_compiling, tensor = self._steps, self._is_compiling, self._torch.Tensor
+        steps, is_compiling, tensor = self._steps, self._steps.is_compiling, self._torch.Tensor
 
         def make(original: Function) -> Function:
             def backward(*args: Any, **kwargs: Any) -> Any:

@@ -9,10 +9,9 @@ Does not: hook into torch (``hooks`` does), and never raises: what goes wrong is
 
 from __future__ import annotations
 
-import _thread
 import math
 import sys
-import time
+from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
@@ -35,6 +34,9 @@ P = TypeVarTuple("P")
 _PATIENCE = 256
 _Value = float | OnItsWay | None
 _NOT_READ = (0, 0, 0, 0)
+# Loss and norm are read at each of so many steps, then once in so many nanoseconds: a NaN that matters stays.
+_ALL_READ, _READ_NANOSECONDS = 1000, 2_000_000
+_DATA_WAIT, _OPTIMIZER = Phase.DATA_WAIT, Phase.OPTIMIZER  # an attribute of an enumeration is slow to find
 
 
 class Observed(Protocol):
@@ -76,15 +78,17 @@ class Steps:
     def __init__(self, observer: Observed, torch: ModuleType, finds_optimizer: Callable[[], bool]) -> None:
         self.observer = observer
         self._values, self._memory = ValueReader(torch), MemoryReadings(torch)
+        self._read = self._values.read
+        self.is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling  # one call; `is_compiling`: two
         self._finds_optimizer = finds_optimizer
         main = sys.modules["threading"].main_thread().ident
-        self._start(main if main is not None else _thread.get_ident())
+        self._start(main if main is not None else get_ident())
 
     def begin(self) -> None:
         """Begin anew in a forked process."""
         self._values.begin([self._loss, self._norm, self._on_their_way])
         self._memory.begin()
-        self._start(_thread.get_ident())
+        self._start(get_ident())
 
     @_noted
     def finish(self) -> None:
@@ -93,17 +97,19 @@ class Steps:
 
     def _start(self, thread: int) -> None:
         self.thread = thread
+        self._board: ProgressBoard | None = None
         self.waits = self.aside = self.in_backward = False
         self._optimizes = False
         self._samples: SampleRing | None = None
         self._cannot_record = False
         self._training = Phase.FIRST_STEP  # what a forward and a backward are a part of
-        self._step = self._micro_step = self._micro_before = 0
+        self._micro_before = 0
         self._ended = 0  # number of the newest sample, until there are other gradients
         self._counted = 0  # which optimizer ended the newest step
         self._patience: int | None = None  # calls of backward until they are steps; None before the first
         self._began = self._wait_began = self._waited = 0
         self._before_aside = self._before_compiling = self._before_optimizer = Phase.STARTING
+        self._reads, self._next_read = True, 0  # loss and norm of this step
         self._loss: _Value = None
         self._norm: _Value = None
         self._scaled: tuple[Any, Any] | None = None
@@ -111,25 +117,31 @@ class Steps:
         self._tracer: Any = None
         self._traced = 0
 
+    def _show(self) -> ProgressBoard:
+        self._board = self.observer.board
+        return self._board
+
     # --- loader -----------------------------------------------------------------------------------------------
 
-    @_noted
     def wait_begins(self) -> None:
         """The loop asks a loader for something."""
-        self._wait_began = time.monotonic_ns()
-        self._began = self._began or self._wait_began
-        self.observer.board.enter(Phase.DATA_WAIT)
+        try:
+            self._wait_began = now = (self._board or self._show()).enter(_DATA_WAIT)
+            self._began = self._began or now
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
+            self.observer.failed(error)
 
-    @_noted
     def wait_ends(self, phase: Phase | None) -> None:
         """The loop has a batch, or there is none; None: to train with."""
-        self._waited += time.monotonic_ns() - self._wait_began
-        self.observer.board.enter(self._training if phase is None else phase)
+        try:
+            self._waited += (self._board or self._show()).enter(phase or self._training) - self._wait_began
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
+            self.observer.failed(error)
 
     @_noted
     def evaluates(self) -> None:
         """A module was asked to evaluate, which may be all that is seen of an evaluation."""
-        if self._step > 0 and self.observer.board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH):
+        if self.observer.board.step > 0 and self.observer.board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH):
             self.observer.board.enter(Phase.EVALUATION)
 
     # --- backward ---------------------------------------------------------------------------------------------
@@ -142,92 +154,99 @@ class Steps:
     def backward_begins(self, root: Any) -> None:
         """Backward is called with the tensor that it begins with, None if there are several."""
         try:
-            self.thread = _thread.get_ident()
+            self.thread = get_ident()
             self._ended = 0
-            self._began = self._began or time.monotonic_ns()
-            board = self.observer.board
+            board = self._board or self._show()
             if board.phase is not self._training:
-                board.enter(self._training)
+                now = board.enter(self._training)
+                self._began = self._began or now
             if self._scaled is not None:
                 loss, scaled = self._scaled
                 self._scaled = None
                 root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
-            if root is not None:
-                if self._loss is not None:
-                    self._give_up(self._loss)
-                self._loss = self._values.read(root)
+            if root is not None and self._reads:
+                if isinstance(self._loss, OnItsWay):
+                    self._values.give_back(self._loss)  # the copy that comes next follows it in the stream
+                self._loss = self._read(root)
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
     def backward_ends(self) -> None:
         """Backward has returned."""
         try:
-            self._micro_step += 1
-            board = self.observer.board
+            board = self._board or self._show()
+            board.micro_step += 1
             if self._patience is None:
                 self.observer.becomes("trainer")
                 self._patience = _PATIENCE if self._finds_optimizer() else 0
-            if self._counted == 0 and self._micro_step > self._patience:
-                self._end_step(None)
+            if self._counted == 0 and board.micro_step > self._patience:
+                self._end_step(board, None)
             else:
-                board.micro_step = self._micro_step
-                board.enter(Phase.OPTIMIZER if self._optimizes and self._step > 0 else board.phase)
+                board.enter(_OPTIMIZER if self._optimizes and board.step > 0 else board.phase)
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
-    @_noted
     def clipped(self, norm: Any, *_: Any) -> None:
         """The script has computed the norm of the gradients."""
-        value = self._values.read(norm)
-        if self._samples is not None and self._ended:
-            self._amend(self._samples, self._ended, "grad_norm", value)
-            return
-        self._give_up(self._norm)
-        self._norm = value
+        try:
+            if not self._reads:
+                return
+            value = self._read(norm)
+            if self._ended and self._samples is not None:
+                if isinstance(value, OnItsWay):
+                    self._on_their_way.append((self._ended, "grad_norm", value))
+                else:
+                    self._samples.amend(self._ended, grad_norm=value)
+                return
+            if isinstance(self._norm, OnItsWay):
+                self._values.give_back(self._norm)
+            self._norm = value
+        except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
+            self.observer.failed(error)
 
     # --- optimizer --------------------------------------------------------------------------------------------
 
-    def optimizer_begins(self) -> None:
-        """An optimizer is about to step."""
+    def optimizer_begins(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An optimizer is about to step. With a closure, the first argument, it runs forward and backward itself."""
+        if self.is_compiling():
+            return
         try:
-            self.thread = _thread.get_ident()
+            self.thread = get_ident()
             self._optimizes = True
-            self._before_optimizer = self.observer.board.phase
-            if self._step > 0:
-                self.observer.board.enter(Phase.OPTIMIZER)
+            board = self._board or self._show()
+            self._before_optimizer = board.phase
+            if (kwargs or len(args) > 1) and any(each is not None for each in (*args[1:], *kwargs.values())):
+                board.enter(self._training)
+            elif board.step > 0:
+                board.enter(_OPTIMIZER)
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
-    @_noted
-    def closure_begins(self) -> None:
-        """An optimizer is about to step, and runs forward and backward itself."""
-        self.thread = _thread.get_ident()
-        self._optimizes = True
-        self.observer.board.enter(self._training)
-
-    def optimizer_ends(self, optimizer: Any) -> None:
+    def optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """An optimizer has stepped."""
+        if self.is_compiling():
+            return
         try:
             self._optimizes = False
-            fresh = self._micro_step > self._micro_before
-            if not fresh and self._makes_state(optimizer):
-                self.observer.board.enter(self._before_optimizer)
-                return
-            fresh = fresh or id(optimizer) == self._counted or self._micro_step == 0
-            if fresh or self._counted == 0:  # the latter: its backward was counted, since no optimizer was known
-                self._counted = id(optimizer)
-            if not fresh:
-                self.observer.board.enter(self._training)
-                return
-            if self._patience is None:  # gradients came by another way than backward
-                self._patience = _PATIENCE
-                self.observer.becomes("trainer")
+            board = self._board or self._show()
+            if board.micro_step == self._micro_before:
+                if self._makes_state(board, optimizer):
+                    board.enter(self._before_optimizer)
+                    return
+                if board.micro_step and id(optimizer) != self._counted:
+                    self._counted = self._counted or id(optimizer)  # 0: no optimizer was known, backward counted
+                    board.enter(self._training)
+                    return
+                if self._patience is None:  # gradients came by another way than backward
+                    self._patience = _PATIENCE
+                    self.observer.becomes("trainer")
+            self._counted = id(optimizer)
             rate = optimizer.param_groups[0].get("lr")
-            self._end_step(float(rate) if isinstance(rate, (int, float)) else None)  # a tensor may lie on a device
+            self._end_step(board, float(rate) if isinstance(rate, (int, float)) else None)  # a tensor: on a device?
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
-    def _makes_state(self, optimizer: Any) -> bool:
+    def _makes_state(self, board: ProgressBoard, optimizer: Any) -> bool:
         """Return whether a step without a backward before it was only made for the state of its optimizer.
 
         So torch.distributed.checkpoint does, with a learning rate of 0, and others, with gradients of 0, before the
@@ -240,32 +259,33 @@ class Steps:
         gradients = [p.grad for group in groups for p in group.get("params", ()) if p.grad is not None]
         if not gradients:  # one of torch's does nothing then; another may draw its own
             return type(optimizer).__module__.startswith("torch.optim.")
-        return self._step == self._micro_step == 0 and self._values.all_zero(gradients)
+        return board.step == board.micro_step == 0 and self._values.all_zero(gradients)
 
-    def _end_step(self, learning_rate: float | None) -> None:
-        now = time.monotonic_ns()
-        board, loss, norm = self.observer.board, self._loss, self._norm
-        self._step += 1
-        if self._step == 1:
+    def _end_step(self, board: ProgressBoard, learning_rate: float | None) -> None:
+        loss, norm, began = self._loss, self._norm, self._began
+        self._loss = self._norm = None
+        board.step = step = board.step + 1
+        if step == 1:
             self._training = Phase.FORWARD_BACKWARD
-        board.count(step=self._step, micro_step=self._micro_step, phase=self._training)
-        micro_steps = self._micro_step - self._micro_before
+        self._began = now = board.enter(self._training)
+        micro_steps = board.micro_step - self._micro_before
         memory = _NOT_READ if now < self._memory.next_look else self._memory.look(now)
         if (samples := self._samples or self._open_samples()) is not None:
             number = samples.write(
-                self._step, micro_steps,
-                loss if type(loss) is float else None, norm if type(norm) is float else None, learning_rate,
-                (now - self._began) / 1e9 if self._began else math.nan, self._waited / 1e9, *memory,
+                step, micro_steps, loss if type(loss) is float else None, norm if type(norm) is float else None,
+                learning_rate, (now - began) / 1e9 if began else math.nan, self._waited / 1e9, *memory,
             )  # fmt: skip
             self._ended = number if micro_steps else 0  # else gradients come without backward
             if isinstance(loss, OnItsWay):
-                self._amend(samples, number, "loss", loss)
+                self._on_their_way.append((number, "loss", loss))
             if isinstance(norm, OnItsWay):
-                self._amend(samples, number, "grad_norm", norm)
+                self._on_their_way.append((number, "grad_norm", norm))
             if self._on_their_way:
                 self._complete()
-        self._began, self._waited, self._micro_before = now, 0, self._micro_step
-        self._loss = self._norm = None
+        self._waited, self._micro_before = 0, board.micro_step
+        self._reads = step < _ALL_READ or now >= self._next_read
+        if self._reads:
+            self._next_read = now + _READ_NANOSECONDS
         if memory is not _NOT_READ or self._tracer is not None:  # whoever asks for a trace has seen memory grow
             requested = board.trace_requested()
             if requested != self._traced or self._tracer is not None:
@@ -282,24 +302,12 @@ class Steps:
                 self.observer.emit(StepsNotRecorded(error=error.strerror or str(error)))
         return self._samples
 
-    def _amend(self, samples: SampleRing, number: int, name: str, value: _Value) -> None:
-        """Add a value to a sample, when it has arrived from a device."""
-        if isinstance(value, OnItsWay):
-            self._on_their_way.append((number, name, value))
-        elif value is not None:
-            samples.amend(number, **{name: value})
-
     def _complete(self) -> None:
         """Put what has arrived from a device into the samples that it belongs to."""
         while self._on_their_way and self._samples is not None and self._on_their_way[0][2].arrived():
             number, name, sent = self._on_their_way.popleft()
             self._samples.amend(number, **{name: sent.value()})
             self._values.give_back(sent)
-
-    def _give_up(self, value: _Value) -> None:
-        """Give up a value that a later one of the same step replaces."""
-        if isinstance(value, OnItsWay):
-            self._values.give_back(value)  # the copy that comes next follows it in the stream
 
     def _trace(self, requested: int) -> None:
         """Look for what holds memory, once somebody outside has asked for it."""
@@ -334,7 +342,7 @@ class Steps:
     @_noted
     def compile_ends(self) -> None:
         """It is compiled."""
-        self._training = Phase.FIRST_STEP if self._step == 0 else Phase.FORWARD_BACKWARD
+        self._training = Phase.FIRST_STEP if self.observer.board.step == 0 else Phase.FORWARD_BACKWARD
         if self.observer.board.phase is Phase.FIRST_STEP:
             starts = self._before_compiling is Phase.STARTING
             self.observer.board.enter(Phase.FIRST_STEP if starts else self._before_compiling)

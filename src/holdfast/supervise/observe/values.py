@@ -11,7 +11,6 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +42,7 @@ class ValueReader:
 
     def __init__(self, torch: ModuleType) -> None:
         self._torch: Any = torch
+        self._kind = torch.Tensor
         self._readers: dict[Any, Callable[[int], float]] = {
             torch.float32: lambda address: ctypes.c_float.from_address(address).value,
             torch.float64: lambda address: ctypes.c_double.from_address(address).value,
@@ -50,7 +50,8 @@ class ValueReader:
             torch.bfloat16: lambda address: _half(address, "<f", b"\0\0"),  # the upper half of a float32
         }
         # Modes of the script that look at every call to torch must not see ours.
-        self._unseen: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
+        self._unseen: Any = torch._C.DisableTorchFunction
+        self._is_looked_at: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
         self._modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
         self._free: dict[Any, list[tuple[Any, Any]]] = {}
         self._given_up: list[Any] = []
@@ -67,21 +68,22 @@ class ValueReader:
         what is no plain tensor of one floating-point element on the host or a CUDA device, and for a value that
         cannot be had without being seen.
         """
-        tensor = _replicated(tensor)
-        if type(tensor) is not self._torch.Tensor:
+        if type(tensor) is not self._kind and type(tensor := _replicated(tensor)) is not self._kind:
             return None  # any other subclass may do anything when it is touched, such as talk to the other ranks
-        with self._unseen():
-            reader = self._readers.get(tensor.dtype)
-            if reader is None or tensor.numel() != 1 or tensor.layout is not self._torch.strided:
-                return None
-            try:
-                if tensor.is_cpu:
-                    address = tensor.data_ptr()
-                    return reader(address) if address else None
-                if tensor.is_cuda and not self._modes() and not self._torch.cuda.is_current_stream_capturing():
-                    return self._send(tensor, reader)
-            except (RuntimeError, NotImplementedError):  # wrapped by a transform of torch.func: it has no memory
-                pass
+        if self._is_looked_at():
+            with self._unseen():
+                return self.read(tensor)
+        reader = self._readers.get(tensor.dtype)
+        if reader is None or tensor.numel() != 1:
+            return None
+        try:
+            if tensor.is_cpu:
+                address = tensor.data_ptr()
+                return reader(address) if address else None
+            if tensor.is_cuda and not self._modes() and not self._torch.cuda.is_current_stream_capturing():
+                return self._send(tensor, reader)
+        except (RuntimeError, NotImplementedError):
+            pass  # wrapped by a transform of torch.func, sparse or of another layout: it has no memory
         return None
 
     def all_zero(self, tensors: Iterable[Any]) -> bool:
