@@ -9,9 +9,9 @@ first 400 steps of both, the very first included, as the ratio or difference of 
 *Alone*: one loop in a child of its own, all with the guard's malloc setting; the CPU time of steps 401 to 800 of a
 guarded child over that of the bare one started in the same round, in random order.
 
-*Peers*: bare loop, Guard, Accelerate, Lightning, transformers' Trainer and, where it can be imported, Composer in one
-child, the same model and AdamW for each, blocks in turn as above; those that own their loop wait in a callback, in a
-thread. They save nothing and log nothing; the Guard has its defaults.
+*Peers*: bare loop, Guard, Accelerate, Lightning and transformers' Trainer in one child, the same model and AdamW for
+each, blocks in turn as above; those that own their loop wait in a callback, in a thread. They save nothing and log
+nothing; the Guard has its defaults.
 
 Memory: the peak of resident bytes in the third to fifth step over what was there before the model, guarded less bare.
 """
@@ -31,7 +31,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from benchmarks import composer_peer
 from benchmarks.forks import single_threaded, value_in_a_fork
 from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.results_file import Result, read_options
@@ -218,10 +217,6 @@ def transformers(job: Job) -> Loop:
     return _Turns(train).run
 
 
-def composed(job: Job) -> Loop:
-    return _Turns(lambda stepped: composer_peer.train(job, _loader(job.batch), _ENDLESS, stepped)).run
-
-
 PEERS: dict[str, Callable[[Job], Loop]] = {
     "bare": bare,
     "guarded": guarded,
@@ -229,8 +224,6 @@ PEERS: dict[str, Callable[[Job], Loop]] = {
     "lightning": lightning,
     "transformers' Trainer": transformers,
 }
-if composer_peer.is_there():
-    PEERS["composer"] = composed
 
 
 def in_turns(made: Sequence[tuple[str, Loop]], pairs: int, seed: int) -> list[dict[str, float]]:
@@ -245,7 +238,7 @@ def compared(names: Sequence[str], kind: str, size: int, warm_pairs: int, seed: 
     order = list(names) if seed % 2 else list(names)[::-1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("lightning.pytorch", "transformers", "accelerate", "composer", "holdfast"):
+        for name in ("lightning.pytorch", "transformers", "accelerate", "holdfast"):
             logging.getLogger(name).setLevel(logging.ERROR)
         made = [(name, PEERS[name](Job(kind, size))) for name in order]
         first = in_turns(made, _FIRST // _BLOCK, seed)
