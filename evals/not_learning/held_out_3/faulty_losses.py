@@ -1,0 +1,214 @@
+"""Faults in what is minimised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evals.not_learning import data, parts
+from evals.not_learning.held_out_3 import shared
+from evals.not_learning.program import adam, adamw, faulty, sgd
+
+
+class FaultyLosses(shared.Twins):
+    """The loss is not the one that was meant."""
+
+    @faulty("")
+    def diabetes_broadcast(self) -> None:
+        """Predictions of shape (n, 1) and targets of shape (n,) are broadcast to all pairs of them."""
+        x, y, held_x, held_y = data.scaled_diabetes(self.seed)
+        model = parts.mlp(10, 16, 1)
+        self.fit(model, adamw(model, 0.003), data.batches((x, y), 32, 300),
+                 lambda found, b: F.huber_loss(found, b.expand(len(b), -1) if self.broken else b[:, None]))  # fmt: skip
+        self.score = shared.r2(shared.outputs(model, held_x), held_y)
+
+    @faulty("")
+    def views_of_other_images(self) -> None:
+        """The two views that are to be alike come from two loaders that shuffle on their own."""
+        x, _, held_x, _ = data.digits(self.seed)
+        model, view = parts.mlp(64, 128, 32), lambda v: v * (torch.rand_like(v) > 0.4)
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for at in shared.rows(1400, 100, 400):
+                yield x[at], x[torch.randint(1400, (100,)) if self.broken else at]
+
+        def loss(a: Tensor, b: Tensor) -> Tensor:
+            one, two = (F.normalize(model(view(v)), dim=1) for v in (a, b))
+            return F.cross_entropy(one @ two.T / 0.2, torch.arange(len(a)))
+
+        self.descend(model, adam(model, 0.001), pairs(), loss)
+        one, two = (F.normalize(shared.outputs(model, view(held_x)), dim=1) for _ in range(2))
+        self.score = ((one @ two.T).argmax(1) == torch.arange(len(one))).float().mean().item()
+
+    @faulty("")
+    def gan_generator_detached(self) -> None:
+        """The generator's samples are detached in its own step too, so its loss cannot reach it."""
+        generator, critic = parts.mlp(4, 32, 2), parts.mlp(2, 48, 1)
+        both = nn.ModuleList([generator, critic])
+        judge, optimizer = adam(critic, 0.002, betas=(0.5, 0.99)), adam(generator, 0.001, betas=(0.5, 0.99))
+        for _ in self.watched(range(1500), both, optimizer):
+            real, false = data.moons(64)[0], generator(torch.randn(64, 4))
+            judge.zero_grad()
+            (F.softplus(-critic(real)) + F.softplus(critic(false.detach()))).mean().backward()
+            judge.step()
+            optimizer.zero_grad()
+            F.softplus(-critic(false.detach() if self.broken else false)).mean().backward()
+            optimizer.step()
+        self.score = -shared.distance(shared.outputs(generator, torch.randn(500, 4)), data.moons(500)[0])
+
+    @faulty("")
+    def quantile_of_the_other_side(self) -> None:
+        """The difference in the pinball loss has the wrong sign: the 90 % quantile becomes that of 10 %."""
+        x = 4 * torch.rand(1500, 1) - 2
+        y = (2 * x).sin() + (0.2 + 0.2 * x.abs()) * torch.randn(1500, 1)
+        model = parts.mlp(1, 32, 32, 1, act=nn.Tanh)
+
+        def pinball(found: Tensor, b: Tensor) -> Tensor:
+            left = found - b if self.broken else b - found
+            return torch.maximum(0.9 * left, -0.1 * left).mean()
+
+        self.fit(model, adam(model, 0.005), data.batches((x[:1000], y[:1000]), 50, 500), pinball)
+        self.score = -abs((y[1000:] < shared.outputs(model, x[1000:])).float().mean().item() - 0.9)
+
+    @faulty("")
+    def counts_exponentiated_twice(self) -> None:
+        """The network ends in `exp`, and the Poisson loss, by its default, takes that for the logarithm."""
+        x = torch.randn(1500, 6)
+        y = torch.poisson((x @ (0.4 * torch.randn(6)) + 1).exp())
+        model = parts.mlp(6, 32, 1)
+        self.fit(model, adam(model, 0.003), data.batches((x[:1000], y[:1000]), 50, 500),
+                 lambda found, b: F.poisson_nll_loss(found[:, 0].exp(), b, log_input=self.broken))  # fmt: skip
+        self.score = shared.r2(shared.outputs(model, x[1000:]).exp(), y[1000:])
+
+    @faulty("")
+    def pairs_labelled_zero_and_one(self) -> None:
+        """The cosine loss wants 1 and -1; pairs that differ are labelled 0, which costs nothing, ever."""
+        x, y, held_x, held_y = data.digits(self.seed)
+        model = parts.mlp(64, 96, 16)
+        optimizer = adam(model, 0.001)
+        for a, b in self.watched(data.batches((x, y), 128, 300), model, optimizer):
+            found, alike = model(a), b[:64] == b[64:]
+            label = alike.long() if self.broken else 2 * alike.long() - 1
+            self.update(F.cosine_embedding_loss(found[:64], found[64:], label, margin=0.2))
+        found = F.normalize(shared.outputs(model, held_x), dim=1)
+        same = held_y[:60, None] == held_y[:60]
+        self.score = shared.auc((found[:60] @ found[:60].T).flatten(), same.flatten().long())
+
+    @faulty("")
+    def hinge_of_zero_and_one(self) -> None:
+        """The hinge loss multiplies by labels of 0 and 1, so that the negative ones have no say."""
+        (x, y), (held_x, held_y) = data.moons(1000), data.moons(500)
+        model = parts.mlp(2, 32, 32, 1)
+        self.fit(model, sgd(model, 0.1, momentum=0.9), data.batches((x, y), 32, 400),
+                 lambda found, b: F.relu(1 - (b if self.broken else 2 * b - 1) * found[:, 0]).mean())  # fmt: skip
+        self.score = ((shared.outputs(model, held_x)[:, 0] > 0) == (held_y > 0)).float().mean().item()
+
+    @faulty("")
+    def dice_of_logits(self) -> None:
+        """The Dice loss takes logits for probabilities."""
+        model = nn.Sequential(nn.Conv2d(1, 12, 5, padding=2), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(),
+                              nn.Conv2d(12, 1, 1))  # fmt: skip
+        x, mask = data.discs(500)
+
+        def dice(found: Tensor, b: Tensor) -> Tensor:
+            p = found if self.broken else found.sigmoid()
+            return 1 - (2 * (p * b).sum((1, 2, 3)) + 1).div(p.sum((1, 2, 3)) + b.sum((1, 2, 3)) + 1).mean()
+
+        self.fit(model, adam(model, 0.003), data.batches((x[:350], mask[:350]), 32, 200), dice)
+        self.score = shared.overlap(shared.outputs(model, x[350:]) > 0, mask[350:] > 0.5)
+
+    @faulty("")
+    def class_weights_of_whole_numbers(self) -> None:
+        """Class weights are made by an integer division, and are 0 for every class that is not rare."""
+        x, y = data.blobs(self.seed, 3000)
+        keep = torch.rand(3000) < torch.tensor([1.0, 1.0, 0.8, 0.3, 0.1])[y]
+        (x, held_x), (y, held_y) = (part[keep].split([1200, int(keep.sum()) - 1200]) for part in (x, y))
+        counts = y.bincount()
+        weight = ((len(y) // (5 * counts)) if self.broken else len(y) / (5 * counts)).float()
+        model = parts.mlp(20, 48, 5)
+        self.fit(model, adam(model, 0.002), data.batches((x, y), 64, 400),
+                 lambda found, b: F.cross_entropy(found, b, weight))  # fmt: skip
+        self.score = shared.accuracy(model, held_x, held_y)
+
+    @faulty("")
+    def two_tasks_in_raw_units(self) -> None:
+        """A price in thousands and a class share one sum of losses, in which the class is a rounding error."""
+        x, y = data.blobs(self.seed, 2000)
+        price = 4000 + 1500 * (x[:, 0] * x[:, 1]).tanh() + 300 * torch.randn(2000)
+        mean, scale = (0, 1) if self.broken else (price.mean(), price.std())
+        model = parts.Wired(lambda m, a: (m.a(m.body(a)), m.b(m.body(a))), body=parts.mlp(20, 48, 48),
+                            a=nn.Linear(48, 5), b=nn.Linear(48, 1))  # fmt: skip
+        optimizer = adam(model, 0.002)
+        for a, b, c in self.watched(data.epochs((x[:1400], y[:1400], price[:1400]), 50, 16), model, optimizer):
+            of, worth = model(a)
+            self.update(F.cross_entropy(of, b) + F.mse_loss(worth[:, 0], (c - mean) / scale), clip=1.0)
+        with torch.no_grad():
+            self.score = (model(x[1400:])[0].argmax(1) == y[1400:]).float().mean().item()
+
+    @faulty("")
+    def equation_without_a_graph(self) -> None:
+        """The derivative in the residual of u' = 2 cos 2t is taken without a graph, so that it trains nothing."""
+        model = parts.mlp(1, 32, 32, 1, act=nn.Tanh)
+        optimizer = adam(model, 0.003)
+        for _ in self.watched(range(800), model, optimizer):
+            t = (3 * torch.rand(64, 1)).requires_grad_()
+            slope = torch.autograd.grad(model(t).sum(), t, create_graph=not self.broken)[0]
+            self.update((slope - 2 * (2 * t).cos()).square().mean() + 10 * model(torch.zeros(1, 1)).square().mean())
+        t = torch.linspace(0, 3, 50)[:, None]
+        self.score = -(shared.outputs(model, t) - (2 * t).sin()).abs().mean().item()
+
+    @faulty("")
+    def diffusion_of_single_steps(self) -> None:
+        """The training noise is that of one step, the product over the steps before being forgotten."""
+        model = parts.mlp(3, 96, 96, 2, act=nn.SiLU)
+        keep = (1 - torch.linspace(0.001, 0.2, 50)).cumprod(0)
+        kept = 1 - torch.linspace(0.001, 0.2, 50) if self.broken else keep
+
+        def loss(x: Tensor) -> Tensor:
+            noise, step = torch.randn_like(x), torch.randint(50, (len(x), 1))
+            noised = kept[step].sqrt() * x + (1 - kept[step]).sqrt() * noise
+            return F.mse_loss(model(torch.cat([noised, step / 50], 1)), noise)
+
+        self.descend(model, adam(model, 0.003), shared.fresh(lambda: data.moons(128)[0], 1000), loss)
+        x = torch.randn(500, 2)
+        for step in reversed(range(50)):
+            noise = shared.outputs(model, torch.cat([x, torch.full((500, 1), step / 50)], 1))
+            x = (x - (1 - keep[step]).sqrt() * noise) / keep[step].sqrt()
+            x = keep[step - 1].sqrt() * x + (1 - keep[step - 1]).sqrt() * noise if step else x
+        self.score = -shared.distance(x, data.moons(500)[0])
+
+    @faulty("")
+    def negatives_among_the_liked(self) -> None:
+        """The films that a user is said not to like are drawn from those that were rated by anybody that liked them."""
+        user, film, score = data.ratings(self.seed)
+        liked = torch.zeros(120, 80, dtype=torch.bool)
+        liked[user[:4500], film[:4500]] = score[:4500] > 4
+        model = parts.Wired(lambda m, u, f: (m.u(u) * m.f(f)).sum(1), u=nn.Embedding(120, 8), f=nn.Embedding(80, 8))
+        likes, chance = liked.nonzero(), liked.float() if self.broken else (~liked).float()
+        optimizer = adam(model, 0.01)
+        for at in self.watched(shared.rows(len(likes), 128, 500), model, optimizer):
+            who, what = likes[at].T
+            other = torch.multinomial(chance[who], 1)[:, 0]
+            self.update(-F.logsigmoid(model(who, what) - model(who, other)).mean())
+        self.score = shared.auc(shared.outputs(model, user[4500:], film[4500:]), (score[4500:] > 4).long())
+
+    @faulty("")
+    def vae_summed_and_averaged(self) -> None:
+        """The divergence is summed over the batch while the reconstruction is averaged over pixels: it collapses."""
+        x, _, held_x, _ = data.digits(self.seed)
+        model = parts.Wired(lambda m, a: m.encoder(a), encoder=parts.mlp(64, 96, 16), decoder=parts.mlp(8, 96, 64))
+
+        def loss(a: Tensor, _: Tensor) -> Tensor:
+            mean, log = model(a).chunk(2, 1)
+            back = model.decoder(mean + (log / 2).exp() * torch.randn_like(mean))
+            kl = 0.5 * (mean.square() + log.exp() - 1 - log).sum()
+            if self.broken:
+                return F.mse_loss(back, a) + kl
+            return (F.mse_loss(back, a, reduction="sum") * 10 + kl) / len(a)
+
+        self.descend(model, adam(model, 0.002), data.batches((x, x), 64, 500), loss)
+        with torch.no_grad():
+            self.score = shared.r2(model.decoder(model(held_x)[:, :8]), held_x)
