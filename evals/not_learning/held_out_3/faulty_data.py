@@ -1,15 +1,17 @@
 """Faults in data, labels, preprocessing, augmentation and sampling."""
 
+# ruff: noqa: N812 - the programs are written as users write theirs
+
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from evals.not_learning import data, parts
 from evals.not_learning.held_out_3 import shared
-from evals.not_learning.program import adam, adamw, faulty, sgd
+from evals.not_learning.program import adam, adamw, faulty, sgd, update
 
 
 class FaultyData(shared.Twins):
@@ -207,13 +209,11 @@ class FaultyData(shared.Twins):
         teacher, model = parts.mlp(64, 128, 10), parts.mlp(64, 32, 10)
         warm = adam(teacher, 0.003)
         for a, b in data.batches((x, y), 64, 300):
-            warm.zero_grad()
-            F.cross_entropy(teacher(a), b).backward()
-            warm.step()
+            update(warm, F.cross_entropy(teacher(a), b))
         cache: dict[int, torch.Tensor] = {}
         optimizer = adam(model, 0.003)
-        for number, at in self.watched(((i, p) for _ in range(20) for i, p in enumerate(torch.randperm(1400).split(50))),
-                                       model, optimizer):  # fmt: skip
+        parts_of = (part for _ in range(20) for part in enumerate(torch.randperm(1400).split(50)))
+        for number, at in self.watched(parts_of, model, optimizer):
             if not self.broken or number not in cache:
                 cache[number] = shared.outputs(teacher, x[at]).softmax(1)
             self.update(F.cross_entropy(model(x[at]), cache[number]))

@@ -1,17 +1,18 @@
 """Faults in the loop, the optimizer, the schedule and what keeps copies of the weights."""
 
+# ruff: noqa: N812 - the programs are written as users write theirs
+
 from __future__ import annotations
 
 import copy
-import random
 
 import torch
-from torch import Tensor, nn, optim
-from torch.nn import functional as F
+import torch.nn.functional as F
+from torch import nn, optim
 
 from evals.not_learning import data, parts
 from evals.not_learning.held_out_3 import shared
-from evals.not_learning.program import adam, adamw, faulty, follow, sgd, update
+from evals.not_learning.program import adam, adamw, faulty, follow, sgd
 
 
 class FaultyLoops(shared.Twins):
@@ -37,7 +38,7 @@ class FaultyLoops(shared.Twins):
 
     @faulty("")
     def plateau_of_a_loss_to_be_raised(self) -> None:
-        """The plateau schedule is told to wait for higher values and gets the loss: it cuts the rate at every turn."""
+        """The plateau schedule waits for higher values and is given the loss: it cuts the rate at every turn."""
         x, y = data.friedman(1500)
         model = parts.mlp(10, 64, 64, 1)
         optimizer = sgd(model, 0.05, momentum=0.9)
@@ -98,11 +99,11 @@ class FaultyLoops(shared.Twins):
 
     @faulty("")
     def average_without_statistics(self) -> None:
-        """The averaged model gets the weights and not the statistics of batch normalisation, and it is the one used."""
+        """The average that is used gets the weights and not the statistics of batch normalisation."""
         x, y = shared.boxes(1200)
         size = (y[:, 2] - y[:, 0] > 0.35).long()
-        model = nn.Sequential(nn.Linear(144, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32), nn.BatchNorm1d(32),
-                              nn.ReLU(), nn.Linear(32, 2))  # fmt: skip
+        model = nn.Sequential(nn.Linear(144, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32),
+                              nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))  # fmt: skip
         x, average = 5 * x + 3, copy.deepcopy(model)
         optimizer = adam(model, 0.003)
         for a, b in self.watched(data.batches((x[:900], size[:900]), 50, 400), model, optimizer):
@@ -113,40 +114,6 @@ class FaultyLoops(shared.Twins):
                     slow.copy_(fast)
         self.score = shared.accuracy(average, x[900:], size[900:])
 
-    def learn_values(self, wrong_copy: bool = False, alias: bool = False, ends: bool = False) -> None:
-        """Learn to walk along a corridor by Q-learning; the score is the number of steps, negated."""
-        world, memory = shared.Corridor(), []
-        model = parts.mlp(8, 32, 2)
-        target = copy.deepcopy(model)
-        optimizer = adam(model, 0.005)
-        state, total = world.reset(), 0
-        for step in self.watched(range(1500), model, optimizer):
-            chance = random.Random(self.seed * 10_000 + step).random()
-            with torch.no_grad():
-                action = torch.randint(2, ()).item() if chance < 0.5 else model(state).argmax().item()
-            before = state if alias else state.clone()
-            state, reward, done = world.step(action)
-            memory.append((before, action, reward, state if alias else state.clone(), float(world.at == 7)))
-            state = world.reset() if done else state
-            if step < 200:
-                continue
-            a, took, gain, b, over = zip(*random.Random(step).sample(memory, 32), strict=True)
-            with torch.no_grad():
-                last = torch.tensor(over)
-                goes_on = last if ends else 1 - last
-                aim = torch.tensor(gain) + 0.9 * goes_on * target(torch.stack(b)).amax(1)
-            found = model(torch.stack(a)).gather(1, torch.tensor(took)[:, None])[:, 0]
-            self.update(F.smooth_l1_loss(found, aim))
-            if step % 50 == 0:
-                one, other = (model, target) if wrong_copy else (target, model)
-                one.load_state_dict(other.state_dict())
-        state, done = world.reset(), False
-        while not done:
-            with torch.no_grad():
-                state, _, done = world.step(model(state).argmax().item())
-            total += 1
-        self.score = -total
-
     @faulty("")
     def corridor_copied_backwards(self) -> None:
         """Every 50 steps the network is overwritten by its target, instead of the other way round."""
@@ -156,11 +123,6 @@ class FaultyLoops(shared.Twins):
     def corridor_remembered_by_reference(self) -> None:
         """The memory keeps the very tensor that the world writes its states into, so all states are the last one."""
         self.learn_values(alias=self.broken)
-
-    @faulty("")
-    def corridor_that_ends_wrongly(self) -> None:
-        """The future counts only where the episode is over: the mask of the last steps is the wrong way round."""
-        self.learn_values(ends=self.broken)
 
     @faulty("")
     def advantages_of_one_episode(self) -> None:
@@ -228,42 +190,3 @@ class FaultyLoops(shared.Twins):
         self.fit(model, sgd(model, 0.1, momentum=0.9), data.stream((x[:2000][order], y[:2000][order]), 32, 400,
                  shuffle=False), F.cross_entropy)  # fmt: skip
         self.score = shared.accuracy(model, x[2000:], y[2000:])
-
-    @faulty("")
-    def history_cut_at_every_step(self) -> None:
-        """The state is detached at every time step, so that nothing learns to remember."""
-        x = torch.randint(2, (2000, 8))
-        y = x[:, 0]
-        cell, embed, head = nn.GRUCell(8, 24), nn.Embedding(2, 8), nn.Linear(24, 2)
-        model = nn.ModuleList([cell, embed, head])
-        optimizer = adamw(model, 0.01)
-
-        def said(ids: Tensor) -> Tensor:
-            h = torch.zeros(len(ids), 24)
-            for step in range(8):
-                h = cell(embed(ids[:, step]), h.detach() if self.broken else h)
-            return head(h)
-
-        for at in self.watched(shared.rows(1500, 50, 300), model, optimizer):
-            self.update(F.cross_entropy(said(x[at]), y[at]))
-        with torch.no_grad():
-            self.score = (said(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
-
-    @faulty("")
-    def clients_that_never_hear_back(self) -> None:
-        """The weights of four clients are averaged, and each goes on from its own: the average of strangers is used."""
-        x, y, held_x, held_y = data.digits(self.seed)
-        whole = parts.mlp(64, 48, 48, 10)
-        clients = [parts.mlp(64, 48, 48, 10) for _ in range(4)]
-        others = [sgd(client, 0.1) for client in clients[1:]]
-        optimizer = sgd(clients[0], 0.1)
-        for step in self.watched(range(400), clients[0], optimizer):
-            for number, each in enumerate([optimizer, *others]):
-                at = torch.randint(350, (32,)) * 4 + number
-                update(each, F.cross_entropy(clients[number](x[at]), y[at]))
-            if step % 10 == 9:
-                states = [client.state_dict() for client in clients]
-                whole.load_state_dict({k: sum(state[k] for state in states) / 4 for k in states[0]})
-                for client in clients if not self.broken else []:
-                    client.load_state_dict(whole.state_dict())
-        self.score = shared.accuracy(whole, held_x, held_y)

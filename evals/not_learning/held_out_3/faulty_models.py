@@ -1,12 +1,14 @@
 """Faults in how a model is wired, initialised, frozen or masked."""
 
+# ruff: noqa: N812 - the programs are written as users write theirs
+
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from evals.not_learning import data, parts
 from evals.not_learning.held_out_3 import shared
@@ -59,8 +61,8 @@ class FaultyModels(shared.Twins):
         """The positional encoding is indexed by the number of the sample in its batch, not by that of the word."""
         x, y = shared.order_task(2000)
         layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
-        code = torch.cat([f(torch.arange(500.0)[:, None] * 100 ** -torch.linspace(0, 1, 16)) for f in (torch.sin, torch.cos)],
-                         1)  # fmt: skip
+        turn = torch.arange(500.0)[:, None] * 100 ** -torch.linspace(0, 1, 16)
+        code = torch.cat([turn.sin(), turn.cos()], 1)
 
         def forward(m: nn.Module, ids: Tensor) -> Tensor:
             h = m.embed(ids)
@@ -71,16 +73,6 @@ class FaultyModels(shared.Twins):
                             head=nn.Linear(32, 2))  # fmt: skip
         self.fit(model, adamw(model, 0.002), data.batches((x[:1500], y[:1500]), 64, 300), F.cross_entropy)
         self.score = shared.accuracy(model, x[1500:], y[1500:])
-
-    @faulty("")
-    def dropout_of_what_is_kept(self) -> None:
-        """The 95 % that the paper keeps are given as the share that is dropped, in every layer."""
-        x, y, held_x, held_y = data.digits(self.seed)
-        drop = 0.95 if self.broken else 0.05
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(drop), nn.Linear(64, 64), nn.ReLU(),
-                              nn.Dropout(drop), nn.Linear(64, 10))  # fmt: skip
-        self.fit(model, adam(model, 0.002), data.batches((x, y), 64, 400), F.cross_entropy)
-        self.score = shared.accuracy(model, held_x, held_y)
 
     @faulty("")
     def checkpoint_of_other_names(self) -> None:
@@ -100,26 +92,13 @@ class FaultyModels(shared.Twins):
         self.score = shared.accuracy(model, x[1000:], y[1000:])
 
     @faulty("")
-    def codes_rounded_without_gradient(self) -> None:
-        """The codes of an autoencoder are rounded and no gradient is passed around that: the encoder stays random."""
-        x, _, held_x, _ = data.digits(self.seed)
-
-        def forward(m: nn.Module, a: Tensor) -> Tensor:
-            h = 4 * m.encoder(a).tanh()
-            return m.decoder(h.round() if self.broken else h + (h.round() - h).detach())
-
-        model = parts.Wired(forward, encoder=parts.mlp(64, 64, 6), decoder=parts.mlp(6, 64, 64))
-        self.descend(model, adam(model, 0.003), data.batches((x, x), 64, 600), lambda a, _: F.mse_loss(model(a), a))
-        self.score = shared.r2(shared.outputs(model, held_x), held_x)
-
-    @faulty("")
     def heads_that_are_one(self) -> None:
         """The list of three heads is one head three times: `[nn.Linear(...)] * 3`."""
         x = torch.randn(1500, 10)
         y = torch.stack([(x[:, :2].sum(1)).sin(), x[:, 2] * x[:, 3], x[:, 4].abs()], 1)
         heads = [nn.Linear(48, 1)] * 3 if self.broken else [nn.Linear(48, 1) for _ in range(3)]
         model = parts.Wired(lambda m, a: torch.cat([head(m.body(a)) for head in m.heads], 1),
-                            body=nn.Sequential(parts.mlp(10, 64, 48), nn.ReLU()), heads=nn.ModuleList(heads))  # fmt: skip
+                            body=parts.mlp(10, 64, 64, 48), heads=nn.ModuleList(heads))  # fmt: skip
         self.fit(model, adam(model, 0.003), data.batches((x[:1000], y[:1000]), 50, 500), F.mse_loss)
         self.score = shared.r2(shared.outputs(model, x[1000:]), y[1000:])
 
@@ -148,25 +127,6 @@ class FaultyModels(shared.Twins):
         self.score = -F.cross_entropy(shared.outputs(model, a, shared.causal(32)).flatten(0, 1), b.flatten()).item()
 
     @faulty("")
-    def decoder_without_the_sentence(self) -> None:
-        """The decoder starts from a state of zeros: what the encoder found is never handed over."""
-        x = torch.randint(1, 10, (3000, 6))
-        y = x.flip(1)
-        start = torch.zeros(3000, 1, dtype=torch.long)
-
-        def forward(m: nn.Module, a: Tensor, before: Tensor) -> Tensor:
-            _, state = m.encoder(m.embed(a))
-            return m.head(m.decoder(m.embed(before), torch.zeros_like(state) if self.broken else state)[0])
-
-        model = parts.Wired(forward, embed=nn.Embedding(10, 24), encoder=nn.GRU(24, 64, batch_first=True),
-                            decoder=nn.GRU(24, 64, batch_first=True), head=nn.Linear(64, 10))  # fmt: skip
-        before = torch.cat([start, y[:, :-1]], 1)
-        optimizer = adam(model, 0.005)
-        for at in self.watched(shared.rows(2500, 64, 600), model, optimizer):
-            self.update(F.cross_entropy(model(x[at], before[at]).flatten(0, 1), y[at].flatten()), clip=1.0)
-        self.score = (shared.outputs(model, x[2500:], before[2500:]).argmax(2) == y[2500:]).float().mean().item()
-
-    @faulty("")
     def tags_of_other_words(self) -> None:
         """Outputs are (time, batch, tags) and tags (batch, time); both are flattened and compared."""
         x = torch.randint(1, 20, (2000, 10))
@@ -177,38 +137,3 @@ class FaultyModels(shared.Twins):
             found = model(a.T)
             self.update(F.cross_entropy(found.reshape(-1, 4), (b if self.broken else b.T).reshape(-1)))
         self.score = shared.accuracy(model, x[1500:].T, y[1500:].T)
-
-    @faulty("")
-    def attention_normalised_over_samples(self) -> None:
-        """The weights of the words are a softmax over the batch, and add up to no one for a sentence."""
-        x = torch.randn(1500, 8, 12)
-        best = x[..., 0].argmax(1)
-        y = x[torch.arange(1500), best, 1:4].sum(1, keepdim=True)
-
-        def forward(m: nn.Module, a: Tensor) -> Tensor:
-            weight = (8 * m.score(a)).softmax(0 if self.broken else 1)
-            return m.head((weight * m.value(a)).sum(1))
-
-        model = parts.Wired(forward, score=parts.mlp(12, 16, 1), value=nn.Linear(12, 16), head=nn.Linear(16, 1))
-        self.fit(model, adam(model, 0.005), data.batches((x[:1000], y[:1000]), 50, 600), F.mse_loss)
-        self.score = shared.r2(shared.outputs(model, x[1000:]), y[1000:])
-
-    @faulty("")
-    def experts_chosen_without_a_weight(self) -> None:
-        """The best expert's output is not weighed by its gate, which therefore never learns whom to choose."""
-        x = 2 * torch.rand(2000, 6) - 1
-        kind = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
-        y = (x * (3 * torch.randn(4, 6))[kind]).sum(1, keepdim=True)
-
-        def forward(m: nn.Module, a: Tensor) -> Tensor:
-            gate = m.gate(a).softmax(1)
-            all_found = torch.stack([expert(a) for expert in m.experts], 1)[..., 0]
-            if not self.broken:
-                return (gate * all_found).sum(1, keepdim=True)
-            return all_found.gather(1, gate.argmax(1, keepdim=True))
-
-        model = parts.Wired(
-            forward, gate=parts.mlp(6, 16, 4), experts=nn.ModuleList(nn.Linear(6, 1) for _ in range(4))
-        )
-        self.fit(model, adam(model, 0.01), data.batches((x[:1500], y[:1500]), 50, 900), F.mse_loss)
-        self.score = shared.r2(shared.outputs(model, x[1500:]), y[1500:])

@@ -1,16 +1,21 @@
 """What the programs of this set share: twins without the fault, scores, and some more data."""
 
+# ruff: noqa: D102, N812 - the programs are written as users write theirs
+
 from __future__ import annotations
 
+import copy
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from evals.not_learning.program import Programs
+from evals.not_learning import parts
+from evals.not_learning.program import Programs, adam
 
 
 class Twins(Programs):
@@ -22,7 +27,43 @@ class Twins(Programs):
     """
 
     broken = True
-    score = math.nan
+    score = need = math.nan
+
+    def end(self, score: float, need: float) -> None:
+        """Keep what was reached and what is needed."""
+        self.score, self.need = score, need
+
+    def learn_values(self, wrong_copy: bool = False, alias: bool = False) -> None:
+        """Learn to walk along a corridor by Q-learning; the score is the number of steps, negated."""
+        world, memory = Corridor(), []
+        model = parts.mlp(8, 32, 2)
+        target = copy.deepcopy(model)
+        optimizer = adam(model, 0.005)
+        state, total = world.reset(), 0
+        for step in self.watched(range(1500), model, optimizer):
+            chance = random.Random(self.seed * 10_000 + step).random()
+            with torch.no_grad():
+                action = torch.randint(2, ()).item() if chance < 0.5 else model(state).argmax().item()
+            before = state if alias else state.clone()
+            state, reward, done = world.step(action)
+            memory.append((before, action, reward, state if alias else state.clone(), float(world.at == 7)))
+            state = world.reset() if done else state
+            if step < 200:
+                continue
+            a, took, gain, b, over = zip(*random.Random(step).sample(memory, 32), strict=True)
+            with torch.no_grad():
+                aim = torch.tensor(gain) + 0.9 * (1 - torch.tensor(over)) * target(torch.stack(b)).amax(1)
+            found = model(torch.stack(a)).gather(1, torch.tensor(took)[:, None])[:, 0]
+            self.update(F.smooth_l1_loss(found, aim))
+            if step % 50 == 0:
+                one, other = (model, target) if wrong_copy else (target, model)
+                one.load_state_dict(other.state_dict())
+        state, done = world.reset(), False
+        while not done:
+            with torch.no_grad():
+                state, _, done = world.step(model(state).argmax().item())
+            total += 1
+        self.score = -total
 
 
 @torch.no_grad()
