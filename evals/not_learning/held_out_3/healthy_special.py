@@ -308,18 +308,3 @@ class HealthySpecial(shared.Twins):
         for at in self.watched(shared.rows(1400, 50, 400), model, optimizer):
             self.update(F.cross_entropy(model(x[at]) / 4, (shared.outputs(teacher, x[at]) / 4).softmax(1)))
         self.end(shared.accuracy(model, held_x, held_y), 0.85)
-
-    @healthy
-    def sources_unmixed(self) -> None:
-        """Two sources are told apart by how far from normal they are; a loss without a floor at zero."""
-        sources = torch.stack(
-            [torch.rand(3000) * 3.46 - 1.73, torch.rand(3000).sub(0.5).sign() * torch.rand(3000).sqrt()]
-        )
-        mixed = torch.tensor([[1.0, 0.6], [-0.4, 1.0]]) @ sources
-        value, vector = torch.linalg.eigh(mixed.cov())
-        white = (vector @ (vector / value.sqrt()).T) @ mixed
-        model = nn.utils.parametrizations.orthogonal(nn.Linear(2, 2, bias=False))
-        self.descend(model, sgd(model, 0.05), shared.fresh(lambda: white[:, torch.randint(3000, (256,))], 300),
-                     lambda a: (model(a.T) ** 4).mean())  # fmt: skip
-        found = torch.corrcoef(torch.cat([shared.outputs(model, white.T).T, sources]))[:2, 2:].abs()
-        self.end(found.amax(1).min().item(), 0.95)
