@@ -101,12 +101,11 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (2 * torch.cdist(a, b).mean() - torch.cdist(a, a).mean() - torch.cdist(b, b).mean()).item()
 
 
-def probe(features: Tensor, y: Tensor, held: Tensor, held_y: Tensor, classes: int = 10) -> float:
-    """Return the accuracy of a ridge regression on standardised features."""
-    mean, std = features.mean(0), features.std(0) + 1e-4
-    a, b = (features - mean) / std, (held - mean) / std
-    solved = torch.linalg.solve(a.T @ a + torch.eye(a.shape[1]), a.T @ F.one_hot(y, classes).float())
-    return ((b @ solved).argmax(1) == held_y).float().mean().item()
+def matched(model: nn.Module, x: Tensor) -> float:
+    """Return how often, of two views of many inputs, those of the same are the most alike."""
+    one, two = (outputs(model, x * (torch.rand_like(x) > 0.3)) for _ in range(2))
+    one, two = (F.normalize(v - v.mean(0), dim=1) for v in (one, two))
+    return ((one @ two.T).argmax(1) == torch.arange(len(x))).float().mean().item()
 
 
 def rows(n: int, size: int, steps: int) -> Iterator[Tensor]:
