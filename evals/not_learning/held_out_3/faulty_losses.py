@@ -20,9 +20,8 @@ class FaultyLosses(shared.Twins):
     def gan_generator_detached(self) -> None:
         """The generator's samples are detached in its own step too, so its loss cannot reach it."""
         generator, critic = parts.mlp(4, 32, 2), parts.mlp(2, 48, 1)
-        both = nn.ModuleList([generator, critic])
         judge, optimizer = adam(critic, 0.002, betas=(0.5, 0.99)), adam(generator, 0.001, betas=(0.5, 0.99))
-        for _ in self.watched(range(1500), both, optimizer):
+        for _ in self.watched(range(1500), generator, optimizer):
             real, false = data.moons(64)[0], generator(torch.randn(64, 4))
             judge.zero_grad()
             (F.softplus(-critic(real)) + F.softplus(critic(false.detach()))).mean().backward()

@@ -49,11 +49,12 @@ class HealthySpecial(shared.Twins):
     def views(self, kind: str, lr: float = 0.002) -> None:
         """Learn features of digits from two noisy views of each."""
         x, _, held_x, _ = data.digits(self.seed)
-        model, ahead = parts.mlp(64, 96, 32), parts.mlp(32, 48, 32)
+        ahead = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
+        model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 32))
         slow, before = copy.deepcopy(model), shared.matched(model, held_x)
         whole = nn.ModuleList([model, ahead]) if kind == "follow" else model
         optimizer = adam(whole, lr)
-        for at in self.watched(shared.rows(1400, 100, 300), whole, optimizer):
+        for at in self.watched(shared.rows(1400, 100, 500), whole, optimizer):
             a, b = (x[at] * (torch.rand(100, 64) > 0.3) for _ in range(2))
             one, two = model(a), model(b)
             if kind == "contrast":
@@ -69,7 +70,7 @@ class HealthySpecial(shared.Twins):
             else:
                 loss = -F.cosine_similarity(ahead(one), slow(b).detach()).mean()
             self.update(loss)
-            follow(slow, model, 0.02)
+            follow(slow, model, 0.01)
         self.end(shared.matched(model, held_x), 1.3 * before)
 
     @healthy

@@ -72,7 +72,7 @@ class HealthyTable(shared.Twins):
                 optimizer.step(lambda batch=batch: self.back(optimizer, task.loss(*batch)))
                 continue
             if step % every == 0:
-                optimizer.zero_grad(set_to_none=style != "kept")
+                optimizer.zero_grad()
             if style == "bf16":
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = task.loss(*batch)
