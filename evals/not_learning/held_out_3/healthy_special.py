@@ -118,7 +118,7 @@ class HealthySpecial(shared.Twins):
             mask = torch.rand_like(a) < 0.4
             return model(a.masked_fill(mask, -1))[mask], a[mask]
 
-        for a, _ in self.watched(data.batches((x, x), 64, 400), model, optimizer):
+        for a, _ in self.watched(data.batches((x, x), 64, 700), model, optimizer):
             self.update(F.mse_loss(*hidden(a)))
         with torch.no_grad():
             self.end(shared.r2(*hidden(held_x)), 0.5)

@@ -163,7 +163,7 @@ TABLE = {
     "digits_weight_norm": row(d, "weight_norm", by="adamax", lr=0.004),
     "digits_by_rows": row(d, "rows", lr=0.005, clip=1.0, plan="stairs"),
     "digits_both_ways": row(d, "both_ways", by="nadam", lr=0.01, plan="cosine", steps=400, task={"need": 0.8}),
-    "digits_patches": row(d, "patches", by="adamw", lr=0.003, plan="root", steps=350),
+    "digits_patches": row(d, "patches", task={"need": 0.82}, by="adamw", lr=0.003, plan="root", steps=350),
     "digits_rounded_weights": row(d, "rounded", lr=0.002, plan="cosine"),
     "digits_head_of_zeros": row(d, "zero_head", by="sgd", lr=0.1, momentum=0.9),
     "digits_experts": row(d, "experts", lr=0.004, steps=400),
