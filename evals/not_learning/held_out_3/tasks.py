@@ -164,7 +164,7 @@ def points(
     _: int, name: str = "moons", act: type[nn.Module] = nn.ReLU, *, noise: float = 0, need: float = 0.9
 ) -> Task:
     """Classify points of the plane, freshly drawn in every step; some labels may be wrong."""
-    model = parts.mlp(2, 32, 32, 3, act=act)
+    model = parts.mlp(2, 32, 32, 2 if name == "moons" else 3, act=act)
 
     def draw() -> tuple[Tensor, Tensor]:
         x, y = getattr(data, name)(64)
@@ -351,7 +351,8 @@ def sequence(
          "reverse": x.flip(1)}.get(name, x[:, 0])  # fmt: skip
     if name == "order":
         x, y = shared.order_task(3000)
-    model: nn.Module = shared.Recurrent(net(16, 48, batch_first=True), 8, 8, last=y.dim() == 1)
+    out = int(y.max()) + 1
+    model: nn.Module = shared.Recurrent(net(16, 48, batch_first=True), out, 8, last=y.dim() == 1)
     if name == "reverse":
 
         def forward(m: nn.Module, a: Tensor) -> Tensor:
@@ -359,9 +360,9 @@ def sequence(
             return m.head(m.decoder(m.embed(before), m.encoder(m.embed(a))[1])[0])
 
         model = parts.Wired(forward, embed=nn.Embedding(8, 24), encoder=net(24, 64, batch_first=True),
-                            decoder=net(24, 64, batch_first=True), head=nn.Linear(64, 8))  # fmt: skip
+                            decoder=net(24, 64, batch_first=True), head=nn.Linear(64, out))  # fmt: skip
     return Task(model, lambda n: data.batches((x[:2500], y[:2500]), 64, n),
-                lambda a, b: F.cross_entropy(model(a).reshape(-1, 8), b.reshape(-1)),
+                lambda a, b: F.cross_entropy(model(a).reshape(-1, out), b.reshape(-1)),
                 lambda m: shared.accuracy(m, x[2500:], y[2500:]), need)  # fmt: skip
 
 
