@@ -1,0 +1,1 @@
+"""Programs of the set `held_out_3`."""
