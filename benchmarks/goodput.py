@@ -15,9 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 
-from benchmarks.goodput_simulation import simulate_run
+from benchmarks.goodput_simulation import effective_training_time_ratio, simulate_run
 from benchmarks.results_file import Result, read_options
-from holdfast.checkpoint.goodput import effective_training_time_ratio, optimal_interval_seconds
+from holdfast.checkpoint.goodput import optimal_interval_seconds
 
 _BETWEEN = (1_200.0, 11_135.0, 103_860.0, 1e6, 2.6e7)
 _SAVES = (0.1, 5.0, 60.0, 600.0)
@@ -38,7 +38,7 @@ def compare_with_simulation(result: Result, failures: int) -> None:
             if between < 10 * max(interval, restart):
                 continue
             seed += 1
-            exact = effective_training_time_ratio(interval, save, between, restart, stall_seconds=stall)
+            exact = effective_training_time_ratio(interval, save, between, restart, stall=stall)
             played, _ = simulate_run(interval, save, between, restart, stall=stall, failures=failures, seed=seed)
             found.append(abs(played / exact - 1))
             near += found[-1] <= _NEAR

@@ -1,6 +1,12 @@
-"""A long run with random failures, played event by event, for the formulas of ``checkpoint.goodput``.
+"""Which share of the time of a long run trains it: a closed form, and the run played event by event.
 
-The formulas are derived; here nothing is: a training loop, a writer and a source of failures act in the order of
+Failures come at random with a constant rate (exponential), also while the run saves or restarts.
+
+    interval   training between two saves
+    stall      how long a save holds the training loop; all of the save if it is synchronous
+    save       from the beginning of a save until its checkpoint counts
+
+The formula is derived; in the play nothing is: a training loop, a writer and a source of failures act in the order of
 their times.
 """
 
@@ -9,6 +15,23 @@ from __future__ import annotations
 import math
 import random
 import statistics
+
+
+def effective_training_time_ratio(
+    interval: float, save: float, between: float, restart: float, *, stall: float | None = None
+) -> float:
+    """Return the share of the wall-clock time that becomes lasting progress, 0 to 1.
+
+    With τ the interval, s the stall (None: all of the save) and L the save, the k-th checkpoint after a restart
+    counts at kτ + (k-1)s + L. Summed over the chances that no failure comes before, and divided by the mean time from
+    restart to restart: ``τ exp(-(R + L + τ)/M) / (M (1 - exp(-(τ + s)/M)))``. For a synchronous save, s = L = C, this
+    is the usual ``τ / (M exp(R/M) (exp((τ + C)/M) - 1))`` (Daly 2006). `between`, M, is infinite if nothing fails.
+    """
+    held = save if stall is None else stall
+    training = interval / (interval + held)
+    # Only negative powers: exp((τ + C)/M) itself is too large for a float once τ is 710 times M.
+    period, away = (interval + held) / between, (restart + save + interval) / between
+    return training * math.exp(-away) * (period / -math.expm1(-period) if period else 1.0)
 
 
 def simulate_run(

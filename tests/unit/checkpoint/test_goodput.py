@@ -6,11 +6,11 @@ import itertools
 import math
 
 import pytest
-from benchmarks.goodput_simulation import simulate_run
+from benchmarks.goodput_simulation import effective_training_time_ratio, simulate_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.goodput import effective_training_time_ratio, optimal_interval_seconds
+from holdfast.checkpoint.goodput import optimal_interval_seconds
 from holdfast.checkpoint.interval import IntervalChooser, SaveInterval
 from holdfast.core.errors import PolicyError
 
@@ -46,7 +46,7 @@ def test_the_formula_and_the_simulation_agree() -> None:
         interval = max(length * optimal_interval_seconds(stall, between, restart), save)
         if between > 10 * interval:
             tried += 1
-            exact = effective_training_time_ratio(interval, save, between, restart, stall_seconds=stall)
+            exact = effective_training_time_ratio(interval, save, between, restart, stall=stall)
             costs = (interval, save, between, restart)
             played, error = simulate_run(*costs, stall=stall, failures=20_000, seed=tried)
             assert played == pytest.approx(exact, rel=0.005)
@@ -55,23 +55,13 @@ def test_the_formula_and_the_simulation_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stall", "rule"),
-    [
-        ((0.0, 1.0, 100.0, 1.0), None, "H706"),
-        ((math.inf, 1.0, 100.0, 1.0), None, "H706"),
-        ((10.0, -1.0, 100.0, 1.0), None, "H706"),
-        ((10.0, 1.0, 0.0, 1.0), None, "H706"),
-        ((10.0, 1.0, math.nan, 1.0), None, "H706"),
-        ((10.0, 1.0, 100.0, math.nan), None, "H706"),
-        ((10.0, 1.0, 100.0, 1.0), 2.0, "H706"),
-        ((10.0, 60.0, 100.0, 1.0), 1.0, "H709"),
-    ],
+    "arguments", [(-1.0, 100.0, 1.0), (1.0, 0.0, 1.0), (1.0, math.nan, 1.0), (1.0, 100.0, math.nan)]
 )
-def test_costs_that_cannot_be_are_said(arguments, stall, rule) -> None:
-    """Numbers without a meaning, a stall longer than its save and a save that never ends are errors."""
+def test_costs_that_cannot_be_are_said(arguments) -> None:
+    """Numbers without a meaning are errors."""
     with pytest.raises(PolicyError) as found:
-        effective_training_time_ratio(*arguments, stall_seconds=stall)
-    assert found.value.rule == rule
+        optimal_interval_seconds(*arguments)
+    assert found.value.rule == "H706"
 
 
 class _Steps:
