@@ -20,6 +20,7 @@ To reach: 200 of 200 recovered; 50 of 50 end in time with the text; cost at most
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
@@ -45,7 +46,7 @@ from holdfast import Guard
 
 _STEPS, _WIDTH, _SAMPLES, _BLOCK, _FIRST, _WARM_AFTER = 6, 23, 8, 20, 400, 500
 _PLACES = ("loss", "backward", "optimizer", "loader", "loop")
-_KINDS = ("plain", "buffers", "unused", "hook", "static", "sharded", "sharded")
+_KINDS = ("sharded", "plain", "static", "buffers", "sharded", "unused", "hook")
 _Plan = dict[tuple[int, int], tuple[str, int]]  # by step and rank: the phase that fails, and the layer
 
 
@@ -192,8 +193,10 @@ def measure_recovery(result: Result, failures: int) -> None:
     chance, count, good = random.Random(0), 0, 0
     phases: dict[str, int] = {}
     kinds: dict[str, list[int]] = {kind: [0, 0] for kind in sorted(set(_KINDS))}
-    while count < failures:
-        kind, world_size = chance.choice(_KINDS), chance.choice((2, 2, 3))
+    for kind in itertools.cycle(_KINDS):
+        if count >= failures:
+            break
+        world_size = chance.choice((2, 2, 3))
         plans = [any_plan(chance, world_size, kind) for _ in range(4)]
         run = partial(recovered, folder=tempfile.mkdtemp(), kind=kind, plans=plans)
         fates = on_ranks(run, world_size, 120.0)
@@ -338,7 +341,7 @@ def measure_cost(result: Result, *, quick: bool) -> None:
     for kind, milliseconds, most, sharded in cases:
         size = value_in_a_fork(partial(find_batch_size, kind, milliseconds), kind).batch_size
         first, warm, bare = [], [], []
-        for seed in range(1 if quick else 2):
+        for seed in range(1 if quick or sharded else 2):
             run = partial(
                 in_turns, folder=tempfile.mkdtemp(), kind=kind, size=size, pairs=3 if quick else 20, seed=seed,
                 sharded=sharded,
