@@ -4,20 +4,23 @@ How: two or three processes are forked and meet over gloo, on this machine. *Rec
 out of memory in random steps, before the model, in a layer's forward, in its backward or half-way through the
 optimizer: the allocator refuses 2**50 bytes. A failure counts as recovered if the run ends, and the weights and
 moments of all ranks have the bits of the run in which nothing fails. Models: plain, with BatchNorm, with
-find_unused_parameters and a layer that not every rank uses, with a communication hook; DistributedDataParallel each.
+find_unused_parameters and a layer that not every rank uses, with a communication hook, and with static_graph (whose
+first step may not fail), in DistributedDataParallel each; and sharded by fully_shard, where an optimizer
+that fails half-way ends all, so that none does.
 
 *Raises*: one rank raises an error of its own at a random step, in the loss function, in backward, in the optimizer,
 in the loader or in the body of the loop. Counted is who ends within 5 s after it, with its text in the error output.
 
 *Cost*: on each of two ranks a bare and a guarded model train in blocks of 20 steps that take turns, in an order that
 is random and the same on both. Compared is the CPU time of all threads of both processes (user and system), warm:
-after 500 steps; and in the first 400.
+after 500 steps; and in the first 400. Of mlp512 also sharded by fully_shard.
 
 To reach: 200 of 200 recovered; 50 of 50 end in time with the text; cost at most 1.02 at 10 ms and 1.01 at 50 ms.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
@@ -43,7 +46,7 @@ from holdfast import Guard
 
 _STEPS, _WIDTH, _SAMPLES, _BLOCK, _FIRST, _WARM_AFTER = 6, 23, 8, 20, 400, 500
 _PLACES = ("loss", "backward", "optimizer", "loader", "loop")
-_KINDS = ("plain", "buffers", "unused", "hook")
+_KINDS = ("sharded", "plain", "static", "buffers", "sharded", "unused", "hook")
 _Plan = dict[tuple[int, int], tuple[str, int]]  # by step and rank: the phase that fails, and the layer
 
 
@@ -112,7 +115,15 @@ def trained(rank: int, run: str, kind: str, plan: _Plan) -> list[torch.Tensor]:
     """Return the weights and moments after a run in which this rank fails as planned."""
     torch.manual_seed(0)
     unused = kind == "unused"
-    model = DistributedDataParallel(_Net(kind), bucket_cap_mb=0.004, find_unused_parameters=unused)
+    model: nn.Module = _Net(kind)
+    if kind == "sharded":
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer)  # type: ignore[arg-type]
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(
+            model, bucket_cap_mb=0.004, find_unused_parameters=unused, static_graph=kind == "static"
+        )
     if kind == "hook":
         model.register_comm_hook(None, fp16_compress_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -153,15 +164,18 @@ def trained(rank: int, run: str, kind: str, plan: _Plan) -> list[torch.Tensor]:
         made[0] += 1
     guard.close()
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    return [value.clone() for value in [*model.state_dict().values(), *moments]]
+    found = [*model.state_dict().values(), *moments]
+    return [getattr(value, "to_local", lambda value=value: value)().clone() for value in found]
 
 
-def any_plan(chance: random.Random, world_size: int) -> _Plan:
+def any_plan(chance: random.Random, world_size: int, kind: str) -> _Plan:
     """Return failures at random places, of which not all are in the optimizer of one step."""
-    phases = [("early", 0), ("optimizer", 0), *((when, at) for when in ("forward", "backward") for at in (0, 2, 3))]
+    phases = [("early", 0), *((when, at) for when in ("forward", "backward") for at in (0, 2, 3))]
+    if kind != "sharded":
+        phases.append(("optimizer", 0))
     plan = {
         (step, rank): chance.choice(phases)
-        for step in range(_STEPS) for rank in range(world_size) if chance.random() < 0.3
+        for step in range(int(kind == "static"), _STEPS) for rank in range(world_size) if chance.random() < 0.3
     }  # fmt: skip
     for step in range(_STEPS):
         if all(plan.get((step, rank), ("", 0))[0] == "optimizer" for rank in range(world_size)):
@@ -178,14 +192,19 @@ def recovered(rank: int, folder: str, kind: str, plans: list[_Plan]) -> list[boo
 def measure_recovery(result: Result, failures: int) -> None:
     chance, count, good = random.Random(0), 0, 0
     phases: dict[str, int] = {}
-    while count < failures:
-        kind, world_size = chance.choice(_KINDS), chance.choice((2, 2, 3))
-        plans = [any_plan(chance, world_size) for _ in range(4)]
+    kinds: dict[str, list[int]] = {kind: [0, 0] for kind in sorted(set(_KINDS))}
+    for kind in itertools.cycle(_KINDS):
+        if count >= failures:
+            break
+        world_size = chance.choice((2, 2, 3))
+        plans = [any_plan(chance, world_size, kind) for _ in range(4)]
         run = partial(recovered, folder=tempfile.mkdtemp(), kind=kind, plans=plans)
         fates = on_ranks(run, world_size, 120.0)
         for number, plan in enumerate(plans):
             alike = all(fate.value is not None and fate.value[number] for fate in fates)
             count, good = count + len(plan), good + alike * len(plan)
+            kinds[kind][0] += alike * len(plan)
+            kinds[kind][1] += len(plan)
             for phase, _ in plan.values():
                 phases[phase] = phases.get(phase, 0) + 1
         for fate in fates:
@@ -195,6 +214,8 @@ def measure_recovery(result: Result, failures: int) -> None:
     result.add_samples(
         "failures recovered with the bits of the undisturbed run", "%", [100.0 * good / count], digits=2
     )
+    for kind, (of_kind, made) in kinds.items():
+        result.add_count(f"failures recovered, {kind}", of_kind, made, expected=made)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -279,19 +300,29 @@ def measure_raises(result: Result, count: int) -> None:
 # --- cost -----------------------------------------------------------------------------------------------------------
 
 
-def in_turns(_: int, folder: str, kind: str, size: int, pairs: int, seed: int) -> tuple[list[Any], list[Any]]:
+def in_turns(
+    _: int, folder: str, kind: str, size: int, pairs: int, seed: int, sharded: bool
+) -> tuple[list[Any], list[Any]]:
     """Return the CPU seconds of a step, bare and guarded, of the first steps and of the warm ones."""
     runs: dict[str, Callable[[Any], Any]] = {}
     batches: dict[str, Iterator[Any]] = {}
     for name in ("bare", "guarded") if seed % 2 else ("guarded", "bare"):
         job = Job(kind, size)
         loader = [job.batch] * 100_000
-        wrapped = DistributedDataParallel(job.model)
-        job.model = wrapped  # type: ignore[assignment]
+        if sharded:
+            for layer in job.model.children():
+                if [*layer.parameters()]:
+                    fully_shard(layer)
+            fully_shard(job.model)
+            job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
+        else:
+            job.model = DistributedDataParallel(job.model)
         if name == "bare":
             runs[name], batches[name] = job.bare_step, iter(loader)
         else:
-            guard = Guard(folder, model=wrapped, optimizer=job.optimizer, loader=loader, max_grad_norm=MAX_GRAD_NORM)
+            guard = Guard(
+                folder, model=job.model, optimizer=job.optimizer, loader=loader, max_grad_norm=MAX_GRAD_NORM
+            )
             runs[name], batches[name] = partial(guard.step, loss_fn=job.loss), guard.batches(max_steps=100_000)
     chance, found = random.Random(seed), []
     for _ in range(max(_FIRST, _WARM_AFTER) // _BLOCK + pairs):
@@ -306,13 +337,15 @@ def in_turns(_: int, folder: str, kind: str, size: int, pairs: int, seed: int) -
 
 
 def measure_cost(result: Result, *, quick: bool) -> None:
-    for kind, milliseconds, most in (("mlp512", 10.0, 1.02), ("conv", 50.0, 1.01)):
+    cases = (("mlp512", 10.0, 1.02, False), ("conv", 50.0, 1.01, False), ("mlp512", 10.0, 1.02, True))
+    for kind, milliseconds, most, sharded in cases:
         size = value_in_a_fork(partial(find_batch_size, kind, milliseconds), kind).batch_size
         first, warm, bare = [], [], []
-        for seed in range(1 if quick else 2):
+        for seed in range(1 if quick or sharded else 2):
             run = partial(
-                in_turns, folder=tempfile.mkdtemp(), kind=kind, size=size, pairs=3 if quick else 20, seed=seed
-            )
+                in_turns, folder=tempfile.mkdtemp(), kind=kind, size=size, pairs=3 if quick else 20, seed=seed,
+                sharded=sharded,
+            )  # fmt: skip
             fates = on_ranks(run, 2, 600.0)
             if any(fate.value is None for fate in fates):
                 raise RuntimeError(f"{kind}: {[fate.error or fate.how for fate in fates]}")
@@ -321,7 +354,7 @@ def measure_cost(result: Result, *, quick: bool) -> None:
             first.append(sums[1] / sums[0])
             warm += [sum(pair[1] for pair in ranks) / sum(pair[0] for pair in ranks) for ranks in of_warm]
             bare += [1000 * pair[0] for ranks in of_warm for pair in ranks]
-        name = f"{kind}, two ranks, {statistics.median(bare):.1f} ms a step of a rank"
+        name = f"{kind}{', sharded' if sharded else ''}, two ranks, {statistics.median(bare):.1f} ms a step of a rank"
         result.add_samples(f"{name}, first 400 steps: CPU time of guarded over bare", "ratio", first)
         result.add_samples(f"{name}, warm: CPU time of guarded over bare", "ratio", warm, at_most=most)
 

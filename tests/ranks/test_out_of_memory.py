@@ -64,7 +64,8 @@ class Net(nn.Module):
 def made(kind):
     torch.manual_seed(0)
     unused = {"find_unused_parameters": True}
-    given = {"unused": unused, "ragged": unused, "views": {"gradient_as_bucket_view": True}}.get(kind, {})
+    given = {"unused": unused, "ragged": unused, "views": {"gradient_as_bucket_view": True},
+             "static": {"static_graph": True}}.get(kind, {})  # fmt: skip
     model = DistributedDataParallel(Net(kind), bucket_cap_mb=0.004, **given)
     if kind == "hook":
         model.register_comm_hook(None, fp16_compress_hook)
@@ -107,7 +108,8 @@ def trained(rank, run, kind, plan, sizes=(8,) * STEPS, policy=None):
 
 
 EXACT = {"recompute": False, "check_split": False}
-KINDS = ["unused", "views", "hook", "window"]  # the first two with buffers, the second called twice
+# The first two with buffers, the second called twice.
+KINDS = ["unused", "views", "hook", "window", "static"]
 PLANS = {
     "backward": {(0, 1, 0): ("backward", 3), (2, 1, 0): ("backward", 0), (3, 0, 0): ("backward", 2)},
     "forward": {(0, 1, 0): ("forward", 3), (2, 0, 0): ("forward", 0), (4, 1, 0): ("forward", 2)},
@@ -128,13 +130,20 @@ def undisturbed_and(rank, run, kind, plans, policy=None, sizes=(8,) * STEPS):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_made_again_by_all_ranks_bit_for_bit(tmp_path, kind):
     """Wherever memory was short: no rank waits for ever, and nobody sees a gradient of half a step."""
-    plans = [*PLANS.values()]
+    later = int(kind == "static")  # of its first attempt torch keeps what it has seen of the graph
+    plans = [{(step + later, *place): where for (step, *place), where in plan.items()} for plan in PLANS.values()]
     for (undisturbed, _, _), *disturbed in all_returned(run_ranks(undisturbed_and, 2, tmp_path, kind, plans, EXACT)):
         for plan, (found, attempts, _) in zip(plans, disturbed, strict=True):
             failed_at = [max((key[2] + 1 for key in plan if key[0] == step), default=0) for step in range(STEPS)]
             if kind != "window":  # of two batches: a second call need not be a second attempt
                 assert attempts == [1 + failures for failures in failed_at]
             assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True)), (plan, attempts)
+
+
+def test_a_static_graph_that_torch_has_half_learned_ends_all(tmp_path):
+    """Of the first attempt torch keeps what belongs to which pass, and nothing takes that back."""
+    for end in run_ranks(undisturbed_and, 2, tmp_path, "static", [{(0, 1, 0): ("backward", 2)}], EXACT):
+        assert "torch was learning the static graph" in end.output, end
 
 
 def test_all_of_three_ranks_can_be_short_at_once(tmp_path):
@@ -164,6 +173,7 @@ def _too_large(where, ranks, most, since, step, rank, _call, samples):
         ("plain", (8,) * STEPS, 2),
         ("ragged", (8, 5, 8, 3, 7, 1), 0),
         ("hook", (8,) * 4, 1),
+        ("static", (8,) * 4, 1),
     ],
 )
 def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes, since, who):

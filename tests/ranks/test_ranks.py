@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -28,10 +29,10 @@ from holdfast.testing import limit_memory
 STEPS = 8
 
 
-def model_and_optimizer(*, norm=False):
+def model_and_optimizer(*, norm=False, static=False):
     torch.manual_seed(0)
     layers = [nn.Linear(6, 16), nn.BatchNorm1d(16) if norm else nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)]
-    model = DistributedDataParallel(nn.Sequential(*layers))
+    model = DistributedDataParallel(nn.Sequential(*layers), static_graph=static)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -53,8 +54,8 @@ def state_of(model, optimizer):
     return [weights(model), *buffers, *moments, torch.get_rng_state()]
 
 
-def bare(rank, norm):
-    model, optimizer = model_and_optimizer(norm=norm)
+def bare(rank, norm, static):
+    model, optimizer = model_and_optimizer(norm=norm, static=static)
     torch.manual_seed(rank)
     for batch in batches_of(rank, sizes=(8,) * (STEPS - 1) + (3,)):
         optimizer.zero_grad()
@@ -64,8 +65,8 @@ def bare(rank, norm):
     return state_of(model, optimizer)
 
 
-def guarded(rank, run, norm):
-    model, optimizer = model_and_optimizer(norm=norm)
+def guarded(rank, run, norm, static):
+    model, optimizer = model_and_optimizer(norm=norm, static=static)
     loader = batches_of(rank, sizes=(8,) * (STEPS - 1) + (3,))
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, max_grad_norm=1.0)
     torch.manual_seed(rank)
@@ -75,14 +76,14 @@ def guarded(rank, run, norm):
     return found, losses
 
 
-def bare_and_guarded(rank, run, norm):
-    return bare(rank, norm), guarded(rank, run, norm)
+def bare_and_guarded(rank, run, norm, static):
+    return bare(rank, norm, static), guarded(rank, run, norm, static)
 
 
-@pytest.mark.parametrize(("world_size", "norm"), [(2, False), (3, True)])
-def test_undisturbed_ranks_equal_a_bare_loop_bit_for_bit(tmp_path, world_size, norm):
+@pytest.mark.parametrize(("world_size", "norm", "static"), [(2, False, False), (3, True, False), (3, True, True)])
+def test_undisturbed_ranks_equal_a_bare_loop_bit_for_bit(tmp_path, world_size, norm, static):
     """Weights, buffers, moments and random state are those of a loop without a guard; the loss is that of all."""
-    ends = all_returned(run_ranks(bare_and_guarded, world_size, tmp_path, norm))
+    ends = all_returned(run_ranks(bare_and_guarded, world_size, tmp_path, norm, static))
     for of_bare, (of_guarded, losses) in ends:
         assert all(torch.equal(a, b) for a, b in zip(of_bare, of_guarded, strict=True))
         assert losses == ends[0][1][1]
@@ -206,7 +207,7 @@ def test_a_sample_that_two_ranks_are_given_counts_once(tmp_path):
 
 
 def disturbed(rank, run, what, where):
-    model, optimizer = model_and_optimizer()
+    model, optimizer = model_and_optimizer(static="static" in what)
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
     results = []
 
@@ -222,7 +223,7 @@ def disturbed(rank, run, what, where):
         return loss
 
     for batch in guard.batches(max_epochs=1):
-        if what == "nan" and rank == where and len(results) in (0, 2):
+        if "nan" in what and rank == where and len(results) in (0, 2):
             batch[3] = float("nan")
         if what == "outside" and rank == where and len(results) == 2:
             raise ValueError("uncaught in the body")
@@ -232,10 +233,10 @@ def disturbed(rank, run, what, where):
     return weights(model), [(result.skipped, result.reason) for result in results]
 
 
-@pytest.mark.parametrize("where", [0, 1])
-def test_nan_on_one_rank_is_skipped_by_all_and_the_rank_is_named(tmp_path, where):
+@pytest.mark.parametrize(("what", "where"), [("nan", 0), ("nan", 1), ("nan, static graph", 1)])
+def test_nan_on_one_rank_is_skipped_by_all_and_the_rank_is_named(tmp_path, what, where):
     """Also in the first step, before the reducer has rebuilt its buckets."""
-    found = all_returned(run_ranks(disturbed, 2, tmp_path, "nan", where))
+    found = all_returned(run_ranks(disturbed, 2, tmp_path, what, where))
     for of_rank, results in found:
         assert torch.equal(of_rank, found[0][0])
         assert torch.isfinite(of_rank).all()
@@ -264,6 +265,34 @@ def test_what_one_rank_fails_with_ends_all_with_its_text(tmp_path, what, where):
     assert TEXTS[what] in ends[1 - where].output, ends
     if what != "killed":
         assert f"rank {where}" in ends[1 - where].output, ends
+
+
+def heard(rank, run):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), recompute=False)
+    failures = iter([1, 2])
+
+    def loss_fn(batch):
+        if rank == guard.global_step == 1 and next(failures, None):
+            torch.empty(2**50, dtype=torch.uint8)
+        return loss_of(model)(batch)
+
+    for number, batch in enumerate(guard.batches(max_epochs=1)):
+        batch[0] = float("nan") if rank and number == 3 else 0.0
+        guard.step(batch, loss_fn)
+
+
+def test_what_ranks_do_alike_is_said_once_and_else_the_rank_is_named(tmp_path):
+    """The log of all ranks together has a line for each event that people should see."""
+    ends = run_ranks(heard, 2, tmp_path)
+    all_returned(ends)
+    of_first, of_second = ([line for line in end.output.splitlines() if "[step " in line] for end in ends)
+    assert len([line for line in of_first if "skip_step" in line and "rank 1: " in line]) == 1, ends
+    assert {line.partition("[step ")[2] for line in of_first}.isdisjoint(
+        line.partition("[step ")[2] for line in of_second
+    ), ends
+    assert len([line for line in of_second if line.startswith("rank 1: ") and "out_of_memory" in line]) == 2, ends
+    assert all(line.startswith("rank 1: ") for line in of_second), ends
 
 
 def leaving_out(rank, run):
@@ -569,7 +598,68 @@ def test_all_ranks_keep_the_same_best_checkpoint_and_stop_alike(tmp_path):
         assert "H115" in end.output
 
 
+def parting(rank, run, how, where):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    if how == "ends":  # in a loop of its own
+        guard.step(batches_of(rank)[0], loss_of(model))
+        return guard.close() if rank != where else atexit._run_exitfuncs()
+    for number, batch in enumerate(guard.batches(max_epochs=1)):
+        guard.step(batch, loss_of(model))
+        if number == 2 and rank == where:
+            if how == "left":
+                break
+            guard.close() if how == "closed" else guard.validated(0.5, name="accuracy")
+    return time.sleep(20.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "where", "text"),
+    [
+        ("validated", 0, "rank 0 waits for the others in 'validated', and rank 1 makes another step"),
+        ("closed", 1, "rank 1 waits for the others in 'a checkpoint or close', and rank 0 makes another step"),
+        ("left", 1, "rank 1 has left its loop or closed its guard, and rank 0 makes another step"),
+        ("left", 0, "rank 0 has left its loop or closed its guard, and rank "),
+        ("ends", 1, "rank 1 has ended, and rank 0 waits for it"),
+    ],
+)
+def test_what_one_rank_does_alone_is_an_error_on_all(tmp_path, how, where, text):
+    """Nobody waits for ever, not even in a collective that has begun."""
+    world_size = 3 if (how, where) == ("left", 0) else 2
+    for rank, end in enumerate(run_ranks(parting, world_size, tmp_path, how, where, limit_seconds=20.0)):
+        if (how, rank) != ("ends", where):
+            assert end.exit_code == 1, end
+            assert text in end.output, end
+            assert "H116" in end.output, end
+
+
+def again(rank, run):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+        if guard.global_step == 2:
+            break
+    time.sleep(2.0 * rank)  # what one rank has left the others hear of
+    guard.step(batches_of(rank)[0], loss_of(model))
+    time.sleep(2.0 * rank)
+    guard.close()
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+    if rank == 0:
+        guard.close()  # once more
+    return guard.global_step
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_a_loop_together_may_go_on(tmp_path):
+    """In a loop of their own, or in another one; that one of them closes once more holds nobody."""
+    assert len(set(all_returned(run_ranks(again, 2, tmp_path)))) == 1
+
+
 def slow(rank, run, where):
+    torch.ones(rank << 26)
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8 - rank,) * 40))
 
@@ -592,6 +682,7 @@ def test_the_rank_that_others_wait_for_is_named(tmp_path, where):
         assert not found
         return
     (event,) = found
+    assert event["peak_bytes"][1] - event["peak_bytes"][0] > 2**27  # rank 1 has had more
     assert (event["rank"], event["where"][: len(where)], event["items_a_step"]) == (1, where, [8.0, 7.0])
 
 
@@ -735,7 +826,10 @@ def refusals(rank, run):
         "wrapped twice": lambda: guarded(linear_in_linear()),
         "2 optimizers": lambda: guarded(plain, optimizers(plain)),
         "by 1 of the ranks": lambda: guarded(linear(process_group=alone)),
-        "static_graph": lambda: guarded(linear(static_graph=True)),
+        "a first step in several parts": lambda: guarded(
+            linear(static_graph=True), batches=Window((torch.ones(2, 6), torch.ones(2, 6)))
+        ),
+        "micro_batch_size=2": lambda: guarded(linear(static_graph=True), micro_batch_size=2),
         "PowerSGD": lambda: guarded(hooked()),
         "drop_nonfinite_samples=True": lambda: guarded(linear(), drop_nonfinite_samples=True),
         "fuse=True": lambda: guarded(linear(), fuse=True),

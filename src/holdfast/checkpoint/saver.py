@@ -71,6 +71,22 @@ class Writers:
         return work()
 
 
+def on_all(work: Callable[[], _T], exchange: Callable[[list[Any]], list[Any]]) -> list[_T]:
+    """Return what the work of each rank has given; raise an error of one on all, when `exchange` has told them."""
+    failure, own = None, None
+    try:
+        own = work()
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        failure = error
+    found = exchange([own, None if failure is None else f"{type(failure).__name__}: {failure}"])
+    if failure is not None:
+        raise failure
+    for rank, (_, text) in enumerate(found):
+        if text is not None:
+            raise OSError(f"rank {rank} has failed: {text}")
+    return [value for value, _ in found]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """The trees of a state, taken apart: the live tensors, and the JSON part by component, which shares nothing."""

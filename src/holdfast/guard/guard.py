@@ -120,7 +120,7 @@ class Guard:
         self._asked = StopRequest()  # of this process
         with ranks.in_turn():
             self._directory = RunDirectory(run_dir, ranks.rank)
-        self._record = RunRecord(self._directory.recorder, clock)
+        self._record = RunRecord(self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None)
         self._engine = StepEngine(self._parts, self.policy, self._record, split, ranks)
         self._session = Session(self._engine, self._directory, clock, self._cursor)
         self._recovery = Recovery(self._session)

@@ -30,19 +30,22 @@ from holdfast.recorder.reader import read_events
 
 _log = logging.getLogger("holdfast")
 _MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user's loop stands
-# People should see these although they did not ask; the others are for the record.
-_LOUD = (
-    Split, Recompute, SkipStep, RollBack, Stop, run_events.OutOfMemory, run_events.SaveFailed,
-    run_events.SaveRefused, run_events.CheckpointDamaged, run_events.LossScaleCollapsed,
-    run_events.StopRequested, run_events.NotRestored, run_events.RecomputeImpossible, run_events.CannotSplit,
-    run_events.DiagnosisLimited, run_events.SplitRefused, run_events.OnednnSwitchedOff, run_events.Spike,
-    run_events.SpikeClipped, run_events.SamplesDropped, run_events.MicroBatchDropped,
-    run_events.LearningRateLowered, run_events.Finding, run_events.SideEffects, run_events.SchedulersWait,
-    run_events.RolledBack, run_events.SavePostponed, run_events.SavesSynchronous, run_events.LoaderHealed,
-    run_events.SampleQuarantined, run_events.DescriptorLimitRaised, run_events.StreamReadOver,
-    run_events.Preflight, run_events.QuarantineFull, run_events.RanksNotDivided, run_events.ChangesNotSaved,
-    run_events.NotSaved, run_events.BeginsAnew, run_events.RecordingMovedAside, run_events.RollbackFailed,
+# People should see these although they did not ask; the others are for the record. First those that all of several
+# ranks record alike, and one shows; then those of one rank.
+_OF_ALL = (
+    SkipStep, RollBack, Stop, run_events.SaveFailed, run_events.SaveRefused, run_events.LossScaleCollapsed,
+    run_events.StopRequested, run_events.NotRestored, run_events.DiagnosisLimited, run_events.SplitRefused,
+    run_events.Spike, run_events.SpikeClipped, run_events.LearningRateLowered, run_events.Finding,
+    run_events.SideEffects, run_events.SchedulersWait, run_events.RolledBack, run_events.SavePostponed,
+    run_events.RanksNotDivided, run_events.ChangesNotSaved, run_events.NotSaved, run_events.BeginsAnew,
     run_events.SettingsKept, run_events.PositionNotKept, run_events.GroupsChanged,
+)  # fmt: skip
+_OF_ONE = (
+    Split, Recompute, run_events.OutOfMemory, run_events.CheckpointDamaged, run_events.RecomputeImpossible,
+    run_events.CannotSplit, run_events.OnednnSwitchedOff, run_events.SamplesDropped, run_events.MicroBatchDropped,
+    run_events.SavesSynchronous, run_events.LoaderHealed, run_events.SampleQuarantined,
+    run_events.DescriptorLimitRaised, run_events.StreamReadOver, run_events.Preflight, run_events.QuarantineFull,
+    run_events.RecordingMovedAside, run_events.RollbackFailed,
 )  # fmt: skip
 
 
@@ -52,10 +55,10 @@ guard did not see; by an error that is recorded."""
 
 
 class RunRecord:
-    """The recording of one process of a run, and the step that it stands at."""
+    """The recording of one process of a run, and the step that it stands at; `rank` is that of one of several."""
 
-    def __init__(self, directory: Path, clock: Clock) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, clock: Clock, rank: int | None = None) -> None:
+        self._directory, self._rank = directory, rank
         self._clock = clock
         self._box: BlackBox | None = None
         self._lock = threading.RLock()  # reentrant, for a signal handler of the caller that records
@@ -130,7 +133,9 @@ class RunRecord:
             with self._lock:
                 if self._box is not None:
                     self._box.event(event)
-        if type(data) in _LOUD:
+        if type(data) in _OF_ONE:
+            _log.warning("%s%s", "" if self._rank is None else f"rank {self._rank}: ", event)
+        elif type(data) in _OF_ALL and not self._rank:
             _log.warning("%s", event)
 
     def step(

@@ -25,6 +25,7 @@ from torch import distributed
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.newest import move_aside, newest_good, out_of_reach, paths_in
+from holdfast.checkpoint.saver import on_all as among_ranks
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import EventData
@@ -78,21 +79,16 @@ def check_one_process(count: int, what: str) -> None:
 
 def on_all(act: Callable[[], _T]) -> _T:
     """Do this rank's part of what all ranks do; raise its error after the others have heard of it, and theirs."""
-    failed, done = None, None
-    try:
-        done = act()
-    except Exception as error:  # noqa: BLE001 - raised below
-        failed = error
-    texts = [None if failed is None else f"{type(failed).__name__}: {failed}"]
-    if (world_size := ranks_now((0, 1))[1]) > 1:
-        own, texts = texts[0], [None] * world_size
-        distributed.all_gather_object(texts, own)
-    if failed is not None:
-        raise failed
-    for rank, other in enumerate(texts):
-        if other is not None:
-            raise OSError(f"rank {rank} has failed: {other}")
-    return done  # type: ignore[return-value] # of act
+    rank, world_size = ranks_now((0, 1))
+
+    def gathered(said: list[Any]) -> list[Any]:
+        found = [said] * world_size
+        if world_size > 1:
+            distributed.all_gather_object(found, [None, said[1]])
+        found[rank] = said
+        return found
+
+    return among_ranks(act, gathered)[rank]
 
 
 def check_accelerator(accelerator: Any) -> str:

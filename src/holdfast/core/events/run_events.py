@@ -109,9 +109,9 @@ class Validated(EventData):
 
 
 class RankIsSlow(EventData):
-    """The others have waited for one rank in the steps of an epoch: its own seconds before the loss; all items.
+    """The others have waited for one rank in the steps of an epoch: its own seconds before the loss.
 
-    `share` is of the time of a step. What a rank loses in backward alone does not show.
+    `share` is of the time of a step; items and memory are those of all ranks. What is lost in backward does not show.
     """
 
     rank: int
@@ -120,6 +120,7 @@ class RankIsSlow(EventData):
     of_others: float
     share: float
     items_a_step: tuple[float, ...]
+    peak_bytes: tuple[int, ...] = ()  # since each process began
 
 
 class ImageAdded(EventData):

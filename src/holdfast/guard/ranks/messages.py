@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import safetensors.torch
@@ -25,12 +26,14 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistStoreError, distributed_c10d
 
 from holdfast.checkpoint.codec import Encoder, decode
-from holdfast.checkpoint.saver import Writers
+from holdfast.checkpoint.saver import Writers, on_all
 from holdfast.core.errors import HoldfastError, RankError
 
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks; a wait in the store writes a warning when it ends
 _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
+_LATE_SECONDS = 1.0  # whoever has waited for so long asks whether there is anything to wait for
 _TROUBLE = "trouble"
+_OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _LEFT = "this rank has left the others after an error"
 _DAY = timedelta(days=1)
 _DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
@@ -48,7 +51,10 @@ class Messages:
         # torchrun keeps its store when it starts all again, and what they said before would be heard.
         self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_guards)}"
         self._store = self._connection()
-        self._topics: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by who talks
+        self._numbers: defaultdict[str, int] = defaultdict(int)  # of what is said next, by who talks
+        self.steps = 0  # begun, or ends of epochs: where all ranks wait for each other elsewhere than here
+        self.was_left = False  # by this rank, in the middle; the others may not know
+        self.has_parted = False  # in order, from all others
         self._heard: RankError | None = None
         self.has_left = False
         self._excepthook: Any = None  # what was there before ours
@@ -93,6 +99,8 @@ class Messages:
     def _end_threads(self) -> None:
         """Wake the threads at exit: in the middle of their waits, the end of the store would abort the process."""
         self._is_ending = True
+        if not self.has_left:
+            self._say_place("has ended", ends=True)
         with contextlib.suppress(RuntimeError):
             for key in [*self._waited]:
                 self._store.set(key, "")
@@ -101,46 +109,53 @@ class Messages:
 
     def open(self) -> None:
         """From now on, tell the others of an error that ends this process."""
+        self.has_parted = False
         if self._excepthook is None:
             self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
 
     def close(self, *, in_order: bool) -> None:
         """Tell them no more; in order, when all have read what was said: the store may end with the first rank."""
-        if not in_order and not self.has_left:
-            return  # such as an error in the body of a loop, which the hook is yet to see
-        if self._excepthook is not None and sys.excepthook == self._uncaught:
-            sys.excepthook = self._excepthook
-        self._excepthook = None
+        if self.has_parted:
+            return
+        self.was_left = not in_order  # by `break`, or by an error in the body of a loop, which the hook is yet to see
+        if in_order or self.has_left:
+            if self._excepthook is not None and sys.excepthook == self._uncaught:
+                sys.excepthook = self._excepthook
+            self._excepthook, self.has_parted = None, True
         if not self.has_left:
-            number = next(self._topics[""])
+            self._say_place("has left its loop or closed its guard")
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{number}/{self.rank}", "")
-                if self.rank == 0:
-                    self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
+                if in_order:
+                    number = self._next("")
+                    self._store.set(f"{number}/{self.rank}", _packed(("the end", None)))
+                    if self.rank == 0:
+                        self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
+
+    def _next(self, among: str) -> int:
+        self._numbers[among] += 1
+        return self._numbers[among] - 1
 
     def exchange(self, topic: str, value: Any, among: str = "") -> list[Any]:
         """Return the values of all ranks; all call this at the same place. `among` names a thread of its own."""
-        if self.has_left:
-            raise self._gone(_LEFT)
-        number = next(self._topics[among])
+        self.check_here()
+        number = self._next(among)
+        self.was_left &= bool(among)
         self._store.set(f"{among}{number}/{self.rank}", _packed((topic, value)))
         found = []
         for rank in self._ranks:
-            said, what = _unpacked(self._wait_for(f"{among}{number}/{rank}"))
+            late = partial(self._say_place, f"waits for the others in {topic!r}", [] if among else [rank], number)
+            said, what = _unpacked(self._wait_for(f"{among}{number}/{rank}", late))
             if said != topic:
-                raise RankError(
-                    f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}",
-                    limit="all ranks make the same calls of the guard in the same order",
-                    fix="call the guard on all ranks, or on none.",
-                    rule="H116",
-                )
+                raise _out_of_step(f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}")
             found.append(what)
         if number >= 2:  # all have come here, so all have read what came before
             self._store.delete_key(f"{among}{number - 2}/{self.rank}")
         return found
 
-    def _wait_for(self, key: str) -> bytes:
+    def _wait_for(self, key: str, late: Callable[[], None]) -> bytes:
         try:
+            if not self._is_there([key], _LATE_SECONDS):
+                late()
             if self._is_there([key]):
                 return bytes(self._store.get(key))
         except RuntimeError as error:
@@ -159,15 +174,18 @@ class Messages:
             pause = min(1.5 * pause, _LONGEST)
         return True
 
+    def check_here(self) -> None:
+        """Raise H114 if this rank has left the others."""
+        if self.has_left:
+            raise self._gone(_LEFT)
+
     # --- trouble --------------------------------------------------------------------------------------------
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends; the first to say so is heard."""
         self.has_left = True
         with contextlib.suppress(RuntimeError):
-            text = json.dumps([self.rank, f"{type(error).__name__}: {error}"])
-            self._store.compare_set(_TROUBLE, "", text)
-            self.call("wake", "")
+            self._post(error)
             # The store may end with this process: not before the others have read it.
             self._is_there([f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS)
         self._heard = self._heard or self._gone(_LEFT)  # ends what waits for the others in a thread
@@ -185,8 +203,8 @@ class Messages:
 
     def lost(self, error: BaseException) -> RankError | None:
         """Return what is behind an error that may come of another rank's end, or None."""
-        is_connection = not isinstance(error, HoldfastError) and isinstance(error, RuntimeError)
-        if not is_connection or not _speaks_of_a_peer(str(error)):
+        speaks_of_a_peer = any(word in str(error) for word in _OF_A_PEER)
+        if isinstance(error, HoldfastError) or not isinstance(error, RuntimeError) or not speaks_of_a_peer:
             return None
         with contextlib.suppress(RuntimeError):
             if self._is_there([_TROUBLE], _TEXT_SECONDS):
@@ -201,12 +219,26 @@ class Messages:
             rule="H114",
         )
 
+    def _post(self, error: BaseException) -> None:
+        self._store.compare_set(_TROUBLE, "", json.dumps([self.rank, f"{type(error).__name__}: {error}"]))
+        for rank in self._ranks:
+            self._wake(rank, "")
+
+    def _wake(self, rank: int, text: str) -> None:
+        number = self._store.add(f"calls/{rank}", 1) - 1
+        self._store.set(f"wake{number}/{rank}", text)
+
+    def _say_place(self, what: str, to: Any = None, number: int | None = None, *, ends: bool = False) -> None:
+        """Tell ranks that this one begins no step before they say what has this number, or what is next; or none."""
+        said = [self.rank, self._numbers[""] if number is None else number, self.steps, what, ends]
+        with contextlib.suppress(RuntimeError):
+            for rank in to if to is not None else self.others if self.rank == 0 else [0]:
+                self._wake(rank, json.dumps(said))
+
     def _watch(self, store: Any) -> None:
-        """End this process if another rank has failed, and nothing else wakes it from a wait for that rank."""
+        """End this process if another rank has failed, or will not come, and nothing else wakes it from its wait."""
         try:
-            if self.called(store, "wake") is None:
-                return
-            error = self._read(store)
+            error = self._listen(store)
             self._heard = error or self._heard
             store.set(f"heard/{self.rank}", "")
         except RuntimeError:  # the store is gone: the run is over
@@ -220,6 +252,34 @@ class Messages:
             time.sleep(0.05)
         os.write(2, f"holdfast: {error}\n".encode())
         os._exit(1)
+
+    def _listen(self, store: Any) -> RankError | None:
+        """Wait for the trouble of another rank, or for a rank that has told its place and cannot be met there."""
+        places: list[tuple[float, Any]] = []
+        for count in itertools.count():
+            while places and not self._is_ending and not store.check([f"wake{count}/{self.rank}"]):
+                # A moment later: of an error in a loop the place is said first.
+                due = [place for heard, place in places if time.monotonic() > heard + _LATE_SECONDS]
+                error = next(filter(None, (self._missed(*place) for place in due)), None)
+                if error is not None:
+                    self._post(error)
+                    return error
+                places = [(heard, at) for heard, at in places if at[-1] or self._numbers[""] <= at[1]]
+                time.sleep(_LONGEST)
+            text = self.called(store, f"wake{count}")
+            if not text:
+                return None if text is None else self._read(store)
+            places.append((time.monotonic(), json.loads(text)))
+        return None
+
+    def _missed(self, rank: int, number: int, steps: int, what: str, *ends: bool) -> RankError | None:
+        """Return the error if another rank is at a place that this one has passed, or has ended before."""
+        has_begun = self.steps > steps  # read before the number, which comes later for a rank that was there
+        is_beyond = self._numbers[""] > number
+        if not (any(ends) if is_beyond else has_begun):
+            return None
+        follows = "waits for it" if is_beyond else "makes another step"
+        return _out_of_step(f"rank {rank} {what}, and rank {self.rank} {follows}")
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
         if not self.has_left:
@@ -238,19 +298,7 @@ class SharedWriters(Writers):
 
     def all(self, work: Callable[[], _T]) -> list[_T]:
         """Return what the work of each rank has given, of plain values; an error of one is raised by all."""
-        failure, own = None, None
-        try:
-            own = work()
-        except Exception as error:  # noqa: BLE001 - raised below, when the others know
-            failure = error
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        found = self._messages.exchange("share of a checkpoint", [own, said], among="saves/")
-        if failure is not None:
-            raise failure
-        for rank, (_, text) in enumerate(found):
-            if text is not None:
-                raise OSError(f"rank {rank} could not save its share: {text}")
-        return [value for value, _ in found]
+        return on_all(work, lambda said: self._messages.exchange("share of a checkpoint", said, among="saves/"))
 
     def first(self, work: Callable[[], _T]) -> _T:
         """Return, to all, what the work of the first rank has given; its error is raised by all."""
@@ -259,8 +307,13 @@ class SharedWriters(Writers):
         return own
 
 
-def _speaks_of_a_peer(text: str) -> bool:
-    return any(word in text for word in ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe"))
+def _out_of_step(what: str) -> RankError:
+    return RankError(
+        what,
+        limit="all ranks make the same calls of the guard in the same order",
+        fix="call guard.step, validated and close on all ranks, and leave the loop on all: request_stop does so.",
+        rule="H116",
+    )
 
 
 def _packed(value: Any) -> bytes:

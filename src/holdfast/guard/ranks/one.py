@@ -64,12 +64,16 @@ class OneRank:
     """Returns what this rank saves of the state of all components."""
     shares: Callable[[Parts], Callable[[str, str, torch.Size], Share | None]] | None = None
     """Returns what says which rows of a saved tensor are for this rank, of component, name and shape."""
+    open: Callable[[], None] = staticmethod(lambda: None)
+    """From now on, tells the others of an error that ends this process."""
+    close: Callable[..., None] = staticmethod(lambda **_: None)
+    """Tells them no more; in order, waits until nobody needs this rank."""
     spare_memory: Callable[[], None] = staticmethod(lambda: None)
     """Lets optimizers need less memory, called on all ranks where one has run out of it."""
 
     @property
-    def has_left(self) -> bool:
-        """Return whether an error has ended the work with the other ranks."""
+    def has_parted(self) -> bool:
+        """Return whether the others do not wait for this rank any more, and need not answer it."""
         return False
 
     def policy(self, policy: Policy) -> Policy:
@@ -146,9 +150,3 @@ class OneRank:
     def leave(self, error: BaseException) -> BaseException | None:
         """Tell the others of an error that leaves the guard; return that of another rank, if that is behind it."""
         return None
-
-    def open(self) -> None:
-        """From now on, tell the others of an error that ends this process."""
-
-    def close(self, *, in_order: bool) -> None:
-        """Tell them no more; in order, wait until nobody needs this rank."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
+
+import torch
 
 from holdfast.core.events.run_events import RankIsSlow
 from holdfast.guard.ranks.row import Rows
@@ -48,8 +51,8 @@ class Pace:
         self._steps += 1
         self._ended = time.perf_counter()
 
-    def slowest(self) -> RankIsSlow | None:
-        """Return which rank the others have waited for since this was last asked, if one stands out."""
+    def slowest(self, rows: Rows) -> RankIsSlow | None:
+        """Return which rank the others have waited for, if one stands out; `rows`: of the end of an epoch."""
         if self._world_size == 1:
             return None
         steps, seconds = self._steps, time.perf_counter() - self._since
@@ -65,9 +68,17 @@ class Pace:
                 of_others=others / steps,
                 share=(own[rank] - others) / seconds,
                 items_a_step=tuple(items / steps for items in self._items),
+                peak_bytes=tuple(int(row[2]) for row in rows.each),
             )
         self._clear()
         return found
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Return the most memory that this process has had, of a GPU what tensors had of it."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _of_others(seconds: list[float], rank: int) -> float:

@@ -25,7 +25,7 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.messages import Messages, SharedWriters
 from holdfast.guard.ranks.one import OneRank, Saves
-from holdfast.guard.ranks.pace import Pace
+from holdfast.guard.ranks.pace import Pace, peak_bytes
 from holdfast.guard.ranks.replicated import Replicated
 from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Rows, Said
 from holdfast.guard.ranks.sharded import Sharded
@@ -55,6 +55,7 @@ class Ranks(OneRank):
         self._has_failed = False  # in the last attempt
         self._is_behind = False  # the optimizer has failed half-way, and the others have stepped
         self._messages = Messages(self.rank, self.world_size)
+        self.open, self.close = self._messages.open, self._messages.close
         self.shares = model.shares
         self.writers = Writers() if self.rank == 0 else None
         if isinstance(model, Sharded):
@@ -62,7 +63,6 @@ class Ranks(OneRank):
             self.plan = self._plan_of_failed
             self.share = partial(model.share, is_first=self.rank == 0)
             self.writers = SharedWriters(self.rank, self._messages)
-        self._rows_begun = 0
         self._pace = Pace(self.world_size)
         self._pending: PendingRow | None = None
         self._rows: Rows | None = None  # of the last step
@@ -75,9 +75,9 @@ class Ranks(OneRank):
         self._cursor: Cursor | None = None
 
     @property
-    def has_left(self) -> bool:
-        """Return whether an error has ended the work with the other ranks."""
-        return self._messages.has_left
+    def has_parted(self) -> bool:
+        """Return whether the others do not wait for this rank any more, and need not answer it."""
+        return self._messages.has_left or self._messages.has_parted
 
     def policy(self, policy: Policy) -> Policy:
         """Return the policy as far as it can be kept; raise H108 for what was asked for and cannot."""
@@ -125,13 +125,12 @@ class Ranks(OneRank):
         return items / self._reference_for(items)
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
-        self._check_here()
-        self._rows_begun += 1
+        self._messages.check_here()
         assert self._stop is not None
         assert self._saves is not None
         said |= {"stop": self._stop.said(), **(self._saves.said(said.get("kind", STEP)) if self.rank == 0 else {})}
         group, device = self._model.group, self._model.device
-        row = PendingRow(Said(number=self._rows_begun, **said), loss, items, device, group)
+        row = PendingRow(Said(number=self._messages.steps, **said), loss, items, device, group)
         self._model.row_begun()
         return row
 
@@ -175,9 +174,12 @@ class Ranks(OneRank):
 
     def begin(self) -> None:
         """Begin an attempt, on all ranks."""
-        self._check_here()
+        self._messages.check_here()
         self._pace.come()
+        if self._messages.was_left:
+            self._messages.exchange("a step after a loop was left", None)
         while True:
+            self._messages.steps += 1
             self._model.begin()
             self._pace.begin()
             self._pending, self._rows, self._before = None, None, self._reference
@@ -285,8 +287,8 @@ class Ranks(OneRank):
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the parts of a batch are run; `shared` follows."""
-        if self._model.why_not_alone is not None:
-            raise _not_yet("a step over several batches of a sharded model")
+        if (what := self._model.why_not_apart) is not None:
+            raise _not_yet(what)
         context: contextlib.AbstractContextManager[None] = self._model.apart()
         return context
 
@@ -333,19 +335,21 @@ class Ranks(OneRank):
 
     def end_epoch(self) -> RankIsSlow | None:
         """Return which rank was slow; raise H116 if the loader of one has ended and that of another has not."""
-        rows = self._begin_row(0.0, 0.0, kind=EPOCH_END, failed=self._is_behind).rows()
+        self._messages.steps += 1
+        peak = peak_bytes(self._model.device)
+        rows = self._begin_row(0.0, peak, kind=EPOCH_END, failed=self._is_behind).rows()
         self._hear(rows)
         self._catch_up(rows.which_failed())
-        slowest = self._pace.slowest()
+        slowest = self._pace.slowest(rows)
         return slowest if self.rank == 0 else None
 
     # --- saving ---------------------------------------------------------------------------------------------
 
     def states(self, own: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return what a checkpoint holds of each rank, besides what is the same on all."""
-        if self.has_left:
+        if self._messages.has_left:
             return None
-        each = self._messages.exchange("states", {**own(), "behind": self._is_behind})
+        each = self._messages.exchange("a checkpoint or close", {**own(), "behind": self._is_behind})
         self._catch_up([state.pop("behind") for state in each])
         return {"reference": self._reference, "each": each, "order": self._model.order}
 
@@ -405,7 +409,7 @@ class Ranks(OneRank):
 
     def leave(self, error: BaseException) -> BaseException | None:
         """Tell the others of an error that leaves the guard; return that of another rank, if that is behind it."""
-        if self.has_left:
+        if self._messages.has_left:
             return None
         self._model.end()
         behind = None if isinstance(error, RankError) else self._messages.lost(error)
@@ -413,23 +417,6 @@ class Ranks(OneRank):
             self._saves.let_finish()
         self._messages.publish(behind or error)
         return behind
-
-    def open(self) -> None:
-        """From now on, tell the others of an error that ends this process."""
-        self._messages.open()
-
-    def close(self, *, in_order: bool) -> None:
-        """Tell them no more; in order, wait until nobody needs this rank."""
-        self._messages.close(in_order=in_order)
-
-    def _check_here(self) -> None:
-        if self.has_left:
-            raise RankError(
-                "this rank has left the others after an error",
-                limit="they have ended, and cannot go on with it",
-                fix="end this process as well, and start all ranks again.",
-                rule="H114",
-            )
 
 
 class _Stop(StopRequest):
@@ -473,8 +460,9 @@ class _Saves:
 
     def hear(self, rows: Rows) -> None:
         """Take in what the first rank has said."""
-        self._refused = rows.refused
-        self._due_from = self._own.global_step + (rows.each[0][0] == STEP) if rows.save else None
+        first = rows.each[0]
+        self._refused = bool(first[6])
+        self._due_from = self._own.global_step + (first[0] == STEP) if first[5] else None
 
     def is_due(self) -> bool:
         """Return whether all save at this boundary: not if the step that was to be saved was skipped."""

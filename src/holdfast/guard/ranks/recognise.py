@@ -34,8 +34,8 @@ def ranks_of(parts: Parts) -> OneRank:
     (wrapper,) = wrappers
     if wrapper.process_group.size() != distributed.get_world_size():
         raise _refused(f"the model is trained by {wrapper.process_group.size()} of the ranks")
-    if wrapper.static_graph or wrapper.mixed_precision is not None:
-        raise _refused("DistributedDataParallel is given static_graph or mixed_precision")
+    if wrapper.mixed_precision is not None:
+        raise _refused("DistributedDataParallel is given mixed_precision, where the policy's precision is used")
     if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
         raise _refused("a PowerSGD hook would keep NaN of a step that is taken back")
     # Not at the top: a torch without distributed has not all that it needs.

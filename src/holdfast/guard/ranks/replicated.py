@@ -21,13 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Hooks that keep nothing from step to step. Others, such as PowerSGD's, would keep the NaN of a failed attempt.
 _STATELESS = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
+# True: a static graph has made its first pass, at the end of which torch talks to the others.
+_ENQUEUED = "_static_graph_delay_allreduce_enqueued"
+
 
 class Replicated:
     """One wrapped model."""
 
     why_not_alone = None
     norms = shares = None
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     unobserved: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
@@ -35,15 +37,17 @@ class Replicated:
         self.group: Any = wrapper.process_group
         self.device: torch.device = next(wrapper.parameters()).device
         self._broadcasts: bool = wrapper.broadcast_buffers
-        self._after_row = 0
+        self._after_row = self._attempts = 0
         # The order in which the gradients of the first step were there: torch lays its buckets out by it.
         self._order: list[int] = []
         self._noting: list[Any] = []
-        if self.group.size() > 2 and not wrapper.find_unused_parameters:  # two add up to the same in any order
+        # Two add up to the same in any order.
+        if self.group.size() > 2 and not (wrapper.find_unused_parameters or wrapper.static_graph):
             self._noting = [
                 parameter.register_post_accumulate_grad_hook(lambda _, at=at: self._order.append(at))  # type: ignore[no-untyped-call]
                 for at, parameter in enumerate(self._trained())
             ]
+        self.refused = {"micro_batch_size": ("auto", None)} if wrapper.static_graph else {}
         self.scales = False  # losses, as fp16 needs it
 
     # --- what was begun ---------------------------------------------------------------------------------------
@@ -54,6 +58,7 @@ class Replicated:
         They are sent here, and not by each call of the model: a rank that fails does not know how many others make.
         """
         wrapper = self._wrapper
+        self._attempts += 1
         self.rebuild()
         if self._noting:
             self._order.clear()
@@ -104,10 +109,19 @@ class Replicated:
     def _count(self) -> int:
         return int(self.group._get_sequence_number_for_group())
 
+    @property
+    def why_not_apart(self) -> str | None:
+        """Return what cannot be done in parts, or None."""
+        if self._wrapper.static_graph and not getattr(self._wrapper, _ENQUEUED):
+            return "a first step in several parts, by which torch cannot learn a static_graph,"
+        return None
+
     # --- what is owed -----------------------------------------------------------------------------------------
 
     def why_unpayable(self) -> str | None:
         """Return why nobody but torch can begin the reductions of this model; None: we can."""
+        if self._wrapper.static_graph and self._attempts == 1:
+            return "torch was learning the static graph, and nobody can make it forget half of it"
         known = self._wrapper._get_ddp_logging_data().get("comm_hook")
         hooks = [hook for hook, _ in self._wrapper._comm_hooks]
         if known and not (hooks and all(hook in _STATELESS for hook in hooks)):
@@ -129,7 +143,8 @@ class Replicated:
         They are given to the reducer as a backward pass would give them: which of them lie in which bucket only it
         knows for sure.
         """
-        reducer, parameters = self._wrapper.reducer, [p for p in self._trained() if p.grad is not None]
+        begun, reducer = self._count(), self._wrapper.reducer
+        parameters = [p for p in self._trained() if p.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
         reducer.prepare_for_forward()
         outputs = []
@@ -141,6 +156,8 @@ class Replicated:
             parameter.grad = None
         with _without_hooks(parameters):  # they have seen these gradients, part by part
             torch.autograd.backward(parameters[::-1], gradients[::-1])
+        if self._count() == begun:
+            raise RuntimeError("DistributedDataParallel has not reduced the gradients that it was given")
 
     def _reduce(self, buckets: list[Any]) -> None:
         wrapper = self._wrapper
@@ -181,13 +198,14 @@ class Replicated:
     def alone(self) -> Iterator[None]:
         """Let forward and backward talk to no other rank."""
         wrapper = self._wrapper
-        before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
-        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+        quiet = {"require_backward_grad_sync": False, "require_forward_param_sync": False, _ENQUEUED: True}
+        before = {name: getattr(wrapper, name, None) for name in quiet}
+        vars(wrapper).update(quiet)
         try:
             with _NoCollectives():  # type: ignore[no-untyped-call]
                 yield
         finally:
-            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = before
+            vars(wrapper).update(before)
             if wrapper.find_unused_parameters:  # else what was used now counts as used in the next step
                 wrapper.reducer._reset_state()
 

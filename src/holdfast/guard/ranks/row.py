@@ -22,7 +22,7 @@ class Said:
     """The row of one rank, before its loss and items."""
 
     kind: float = STEP  # or the end of an epoch
-    number: int  # of the row
+    number: int  # of the attempt or end of an epoch
     stop: float = 0.0  # 1: it was asked to stop; 2: by a signal
     save: bool = False  # a save is due after this step; what the first rank says counts
     refused: bool = False  # a save was refused; as above
@@ -53,16 +53,6 @@ class Rows:
         """Return which rank asks to stop most strongly, and how."""
         rank = max(range(len(self.each)), key=lambda rank: self.each[rank][4])
         return rank, self.each[rank][4]
-
-    @property
-    def save(self) -> bool:
-        """Return whether a save is due."""
-        return bool(self.each[0][5])
-
-    @property
-    def refused(self) -> bool:
-        """Return whether a save was refused."""
-        return bool(self.each[0][6])
 
     @property
     def failed(self) -> bool:

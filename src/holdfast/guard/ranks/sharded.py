@@ -35,6 +35,7 @@ class Sharded:
     """One sharded model."""
 
     why_not_alone = _ALONE
+    why_not_apart = "a step over several batches of a sharded model"
     # What ranks would have to agree about pass by pass.
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"micro_batch_size": ("auto", None)}
     order: ClassVar[list[int]] = []  # of gradients, by which nothing is laid out here

@@ -184,8 +184,8 @@ class Session:
 
         `and_then` is called with it by the one rank that chooses; an OSError is an event, and there is none then.
         """
-        if not self.is_open and self.ranks.world_size > 1:
-            return None  # the ranks have parted
+        if self.ranks.has_parted:
+            return None
         if self.is_open:
             self.save()
 
@@ -234,7 +234,7 @@ class Session:
         export, or statistics of other data, never replaces the state of the training.
         """
         self.saving.finish()
-        if self.ranks.has_left:
+        if self.ranks.has_parted:
             return  # the others' share of the state is out of reach
         self._hear_ranks()
         try:
