@@ -82,7 +82,8 @@ class IntervalChooser:
         """Return whether a save is due by the time, whatever the interval in steps is.
 
         With `early`, a young run is saved after `EARLY_SECONDS`, and whenever it is twice as old as at its last save,
-        so that it never loses more than half of its time. Most runs that fail do so early.
+        so that it never loses more than half of its time. Most runs that fail do so early. What writers compute
+        keeps to its share then too.
         """
         if self._began is None:
             return False
@@ -92,7 +93,8 @@ class IntervalChooser:
         if not early or seconds - since < max(EARLY_SECONDS, since - self._began):
             return False
         known = [cost for cost, _ in self.costs] or [cost for cost, _ in filter(None, [self._first])]
-        return seconds - since >= (_EARLY_COSTS * statistics.median(known) if known else 0.0)
+        apart = _EARLY_COSTS * statistics.median(known) if known else 0.0
+        return seconds - since >= max(apart, statistics.median(self._computed or [0.0]) / self._most_overhead)
 
     def resumes(self, seconds: float) -> None:
         """Note that training goes on after something that is no part of a step, such as a stall."""

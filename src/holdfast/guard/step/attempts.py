@@ -142,7 +142,8 @@ class Attempts:
             passed = Passed(
                 passed.loss.new_tensor(rows.loss), rows.items, passed.dropped, passed.counted, passed.extra
             )
-        self.loss_scale.unscale(self._parts.optimizers, work.names)
+        if self.loss_scale.enabled:
+            self.loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
         if not any(group.parameters for group in groups):
             raise BatchError(

@@ -198,7 +198,8 @@ class StepEngine:
                 self._compare_with_forecast()
             elif self._step_id < _COMPARED_STEP and self.parts.device_type() == "cpu":
                 trim_heap()  # what only the first steps take, such as a copy of the batch, would stay in the heap
-            self.loss_scale.update()
+            if self.loss_scale.enabled:
+                self.loss_scale.update()
         except RuntimeError as error:
             if is_sticky(error):
                 raise _dead_device(error) from error
@@ -230,7 +231,8 @@ class StepEngine:
             work.attempts += 1
             failure = None
             try:
-                self._begin_comparison()
+                for device in self._cuda if self._step_id == _COMPARED_STEP else ():
+                    torch.cuda.reset_peak_memory_stats(device)
                 attempt = self.attempts.make(work, self.ladder.plan)
                 if ranks.accepts is None or ranks.accepts(attempt):
                     return attempt
@@ -289,10 +291,6 @@ class StepEngine:
             self.attempts.restore(work)
         if splits and not may_split:
             self.ladder.without_split()
-
-    def _begin_comparison(self) -> None:
-        for device in self._cuda if self._step_id == _COMPARED_STEP else ():
-            torch.cuda.reset_peak_memory_stats(device)
 
     def _compare_with_forecast(self) -> None:
         """Record how far the forecast was off, once."""
@@ -399,12 +397,12 @@ class StepEngine:
     def search_cause(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None, clock: Clock, since: float
     ) -> None:
-        """Try out why the run does not learn, if a rule has just said so and none why: once, on the last batch.
+        """Try out why the run does not learn, when a rule has just said so and none why: once, on the last batch.
 
         Takes at most two hundredths of the time `since` the run was opened. The other arguments are those of the
         last step.
         """
-        if not self.diagnosis.seeks_cause or self.ranks.world_size > 1:
+        if self.ranks.world_size > 1:
             return
         split = self._split if split is None else split
         batch = largest_of(batch, split)
