@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from holdfast.core.errors import (
@@ -337,12 +338,12 @@ class Steps:
                 loss_fn,
                 names,
                 split=split,
-                judge=lambda attempt: self.recovery.judge(series, attempt),
+                judge=partial(self.recovery.judge, series),
             )
             if outcome.committed:
                 self._committed(outcome, names, series)
         except PartialOptimizerStep as error:
-            partial = error
+            half_way = error
         except BaseException as error:
             state.step_failed()
             if isinstance(error, OutOfMemoryError) and self.engine.ranks.world_size == 1:
@@ -361,7 +362,7 @@ class Steps:
             seconds = self._clock.monotonic_seconds() - started
             self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds)
             return outcome.result(reason)
-        return self._undone(partial)
+        return self._undone(half_way)
 
     def _undone(self, partial: PartialOptimizerStep) -> StepResult:
         """Go back after an optimizer ran out of memory half-way; outside of the handler, which keeps its frames."""
@@ -393,4 +394,4 @@ class Steps:
         larger = session.ladder.decide_after_step(batch_size=outcome.size or 1, attempts=outcome.attempts)
         if larger is not None:
             self._record.emit(larger)
-        self.engine.finished()
+        session.state.committed()

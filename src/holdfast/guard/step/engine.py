@@ -4,7 +4,7 @@
     attempt    forward and backward of every micro-batch, and one look at the norms. Out of memory → outside the
                handler: drop the frames, put everything back, ask the ladder, attempt again from the start
     skip       not finite → everything back, replay under a tracer, name the culprit
-    commit     clip, step every optimizer, update the scaler; `finished` when all that belongs to the step is done
+    commit     clip, step every optimizer, update the scaler; `state.committed` when all that belongs to it is done
     take_back  leave no trace, from anywhere before the commit
 
 `run` is the usual way through these for one batch; ``accumulation`` drives them one by one. Inside the commit nothing
@@ -181,7 +181,7 @@ class StepEngine:
         return self._replay.without_samples(work, outcome.provenance) if self.policy.drop_nonfinite_samples else None
 
     def commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
-        """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`."""
+        """Clip, and step every optimizer. The run is committing until whoever drives it says `state.committed`."""
         try:
             self._clip(attempt.groups, attempt.norms, attempt.facts.total, tighter)
             outcome = self._outcome(work, attempt, committed=True)
@@ -206,10 +206,6 @@ class StepEngine:
             raise
         self._stepped.update(work.names)
         return outcome
-
-    def finished(self) -> None:
-        """Note that all that belongs to a committed step is done: it is counted, and schedules have advanced."""
-        self.state.committed()
 
     def _undo(self, work: Work, error: BaseException) -> None:
         """Leave no trace of a step that an error ends."""
@@ -284,7 +280,8 @@ class StepEngine:
 
     def _check_split(self, work: Work) -> None:
         """Find out what holds for the loss function, and split no more if the batch may not be cut."""
-        part = None if work.size is None else self.ladder.plan.samples(work.size)
+        plan = self.ladder.plan
+        part = None if work.size is None or plan.micro_batch_size is None else plan.samples(work.size)
         splits = part is not None and part < (work.size or 0)
         tried_here, may_split = self._safety.check(work, part if splits else None)
         if tried_here:

@@ -60,7 +60,8 @@ class Passes:
     def whole(self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run one pass, with no arithmetic of ours: bit-identical to a bare loop."""
         terms = self._forward(batch, size, loss_fn)
-        terms.check_items()
+        if terms.declared:
+            terms.check_items()
         loss = self._ranks.weighed(terms)
         self._backward(loss, inputs())
         return Passed(loss.detach(), terms.items[0], (), terms.counted, terms.extra)
