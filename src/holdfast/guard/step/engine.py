@@ -236,8 +236,7 @@ class StepEngine:
                 found = find_out_of_memory(error)
                 mismatch = bool(self.ladder.plan.recompute) and may_come_of_recomputing(error)
                 unmeasurable = not mismatch and self.attempts.may_come_of_measuring(work, error)
-                empty = isinstance(error, EmptyPartError)
-                if found is None and not mismatch and not unmeasurable and not empty:
+                if found is None and not (mismatch or unmeasurable or isinstance(error, EmptyPartError)):
                     raise
                 failure = error
             # Out of the handler: only now can the frames of the failed attempt be dropped.
