@@ -69,7 +69,7 @@ class IntervalChooser:
         self._last: float | None = None
         self._usual: deque[float] = deque(maxlen=_STEPS)
         self._during: list[float] = []
-        self._steps_to_wait = _LEAST_STEPS
+        self.steps_to_wait = _LEAST_STEPS  # until the interval is looked at again
         self._first: tuple[float, float] | None = None
         self.costs: deque[tuple[float, float]] = deque(maxlen=_SAVES)
         self._computed: deque[float] = deque(maxlen=_SAVES)  # CPU time of the writer
@@ -78,7 +78,7 @@ class IntervalChooser:
         """Note that a step is over, and whether a save is written meanwhile; times are monotonic."""
         if self._last is not None:
             (self._during if writing else self._usual).append(seconds - self._last)
-            self._steps_to_wait -= 1
+            self.steps_to_wait -= 1
         self._last = seconds
         self._began = seconds if self._began is None else self._began
 
@@ -90,7 +90,8 @@ class IntervalChooser:
         """Return whether a save is due by the time, whatever the interval in steps is.
 
         With `early`, a young run is saved after `EARLY_SECONDS`, and whenever it is twice as old as at its last save,
-        so that it never loses more than half of its time. Most runs that fail do so early.
+        so that it never loses more than half of its time. Most runs that fail do so early. What writers compute
+        keeps to its share then too.
         """
         if self._began is None:
             return False
@@ -100,7 +101,8 @@ class IntervalChooser:
         if not early or seconds - since < max(EARLY_SECONDS, since - self._began):
             return False
         known = [cost for cost, _ in self.costs] or [cost for cost, _ in filter(None, [self._first])]
-        return seconds - since >= (_EARLY_COSTS * statistics.median(known) if known else 0.0)
+        apart = _EARLY_COSTS * statistics.median(known) if known else 0.0
+        return seconds - since >= max(apart, statistics.median(self._computed or [0.0]) / self._most_overhead)
 
     def resumes(self, seconds: float) -> None:
         """Note that training goes on after something that is no part of a step, such as a stall."""
@@ -123,7 +125,7 @@ class IntervalChooser:
             slower = min(max(slower, 0.0), seconds)
         self._during.clear()
         self.costs.append((stall_seconds + slower, seconds))
-        self._steps_to_wait = 0
+        self.steps_to_wait = 0
 
     def save_costs_seconds(self) -> float | None:
         """Return what a save takes from the training, as measured; None while only the first save is known."""
@@ -133,9 +135,9 @@ class IntervalChooser:
     def decide(self) -> SaveInterval | None:
         """Return the interval from now on, if it is another one than before. To be asked at every boundary."""
         costs = self.costs or ([self._first] if self._first else [])
-        if self._steps_to_wait > 0 or not costs or len(self._usual) < _LEAST_STEPS:
+        if self.steps_to_wait > 0 or not costs or len(self._usual) < _LEAST_STEPS:
             return None
-        self._steps_to_wait = _STEPS
+        self.steps_to_wait = _STEPS
         step = statistics.median(self._usual)
         cost, write = (statistics.median(values) for values in zip(*costs, strict=True))
         if step <= 0 or cost <= 0:  # a clock that stands still

@@ -58,6 +58,7 @@ class Cursor:
         self._generators: list[Any] = []
         self._loader_state: Any = None
         self._state_after: Any = None  # of a holdfast loader: where it stood when its last batch was handed out
+        self._length: int | None = None  # of this epoch, once it was asked for; -1: it is not known
         self._reload = False
         self._under_way = False  # an iterator of this epoch is in use
         self._fetching = False  # a batch is out, or being fetched, that does not count as trained yet
@@ -87,7 +88,7 @@ class Cursor:
             state: Random state of a resumed run, put back at the right moment; None leaves it alone.
         """
         self._begun_in_the_middle, self.left_in_batch = self.batches > 0, False
-        self._under_way, self._state_after = True, None
+        self._under_way, self._state_after, self._length = True, None, None
         for name in ("sampler", "batch_sampler"):
             sampler = getattr(self._loader, name, None)
             if sampler is not None and hasattr(sampler, "set_epoch"):
@@ -156,10 +157,12 @@ class Cursor:
     @property
     def seems_to_end(self) -> bool:
         """Return whether the epoch is over, as far as the loader's length says: a save can wait for its turn."""
-        try:
-            return self.batches == len(self._loader)  # type: ignore[arg-type]
-        except TypeError:
-            return False
+        if self._length is None:
+            try:
+                self._length = len(self._loader)  # type: ignore[arg-type]
+            except TypeError:
+                self._length = -1
+        return self.batches == self._length
 
     def sample_indices(self) -> list[int] | None:
         """Return the dataset indices of the samples in the batch that is out, or None if they are not known."""

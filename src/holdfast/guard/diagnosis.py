@@ -105,7 +105,7 @@ class Diagnosis:
 
     def after_step(self, name: str) -> None:
         """Take in that an optimizer has stepped."""
-        if self._observer is not None:
+        if self._observer is not None and self._observer.sampled:
             self._observer.after_step(name)
 
     def step_ended(self, outcome: Outcome, names: Sequence[str], reason: str | None) -> None:
@@ -118,7 +118,7 @@ class Diagnosis:
         """
         if self._observer is None:
             return
-        if (notice := self._observer.take_notice()) is not None:
+        if self._observer.sampled and (notice := self._observer.take_notice()) is not None:
             self._record.emit(run_events.DiagnosisLimited(why=notice))
         if reason is not None and outcome.provenance is not None and outcome.provenance.origin is not None:
             self._origin = reason

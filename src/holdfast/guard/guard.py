@@ -208,7 +208,7 @@ class Guard:
     def _ready(self) -> None:
         """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""
         self._session.check_not_in_step()
-        if not self._session.is_open:
+        if not self._record.is_open:
             self._open()
         if not self._session.state.in_loop:
             if self.resumed_from is not None and not self._position_is_clear:

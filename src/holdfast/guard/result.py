@@ -105,7 +105,8 @@ class Outcome:
 
     def result(self, reason: str | None) -> StepResult:
         """Return what the caller of a step gets; `reason` says why it was skipped, None that it was not."""
-        left_out = [place for first, end in self.attempt.dropped for place in range(first, end)]
+        dropped = self.attempt.dropped
+        left_out = [place for first, end in dropped for place in range(first, end)] if dropped else ()
         return StepResult(
             loss=self.attempt.loss,
             items=self.attempt.items,

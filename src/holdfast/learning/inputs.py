@@ -23,7 +23,8 @@ _KEPT = 400
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the first tensors of any structure that hold something."""
-    found = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
+    plain = type(tree) is tuple and all(type(leaf) is Tensor for leaf in tree)  # the usual arguments
+    found = [t for t in (tree if plain else pytree.tree_leaves(tree)) if isinstance(t, Tensor) and t.numel()]
     return [t for t in found if not (t.is_sparse or t.is_meta or t.is_nested)][:_MOST_TENSORS]
 
 

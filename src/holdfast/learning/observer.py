@@ -131,7 +131,7 @@ class Observer:
         self._path: list[str] = []  # of the modules that run
         self._calls = 0
         self._ticks = self._observed = 0
-        self._sampled = self._lost_said = False
+        self.sampled = self._lost_said = False  # sampled: this step is looked at
         self._found = Findings()
 
     def install(self) -> None:
@@ -197,7 +197,7 @@ class Observer:
     @_harmless
     def look(self) -> None:
         """Begin a sampled step: hooks on modules, counts within the step at zero."""
-        self._sampled, self._inside = True, False
+        self.sampled, self._inside = True, False
         self._calls = 0
         self._path.clear()
         self._draws.clear()
@@ -230,13 +230,13 @@ class Observer:
     def _given(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             self._models[name].note_pass_without_graph()
-        elif self._sampled and not self.mode.in_backward:
+        elif self.sampled and not self.mode.in_backward:
             self._inside = True
             self._calls += 1
             if self._calls <= _CALLS_PER_STEP:
                 how = {"loaded": self.mode.loaded, "closely": self.mode.closely}
                 with torch.no_grad(), torch._C.DisableTorchFunction():
-                    self._inputs[name].note_arguments((args, kwargs), **how)
+                    self._inputs[name].note_arguments((args, kwargs) if kwargs else args, **how)
 
     @_harmless
     def _answered(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -301,7 +301,8 @@ class Observer:
         for scheduler in self._schedulers.values():
             if getattr(scheduler.scheduler, "optimizer", each.optimizer) is each.optimizer:
                 scheduler.note_step()
-        if not self._sampled:
+        if not self.sampled:
+            self._facts.backwards_since_step = 0
             return
         for model in self._models.values():
             model.note_step()
@@ -312,10 +313,10 @@ class Observer:
 
     @_harmless
     def after_step(self, name: str) -> None:
-        """Take in that an optimizer has stepped."""
+        """Take in that an optimizer has stepped; a guided step that is not sampled needs it not."""
         each, moved = self._optimizers[name], False
         self._facts.backwards_since_step = 0
-        if self._sampled and not each.known.closure:
+        if self.sampled and not each.known.closure:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 moved = self._layers.after_step()
         each.end_step(moved=moved, has_loss=self._guided)
@@ -336,14 +337,20 @@ class Observer:
                 continue
             if loss is not None:
                 each.add_loss(loss)
-            each.note_outcome(committed=committed, clipped=clipped)
-        self._end()
+            each.known.committed_steps += committed
+            if clipped:
+                each.known.clipped_steps, each.known.clipped_to = each.known.clipped_steps + 1, clipped
+        self._ticks += 1
+        self.mode.loaded = False
+        window = self._window_due()
+        if not (window or self.sampled):
+            return []
+        self._end(window=window)
         return self.take_fresh()
 
     @_harmless
-    def _end(self) -> None:
-        self._ticks += 1
-        sampled, self._sampled, self.mode.loaded = self._sampled, False, False
+    def _end(self, *, window: bool) -> None:
+        sampled, self.sampled = self.sampled, False
         if sampled and "c" in (order := self.mode.order):
             early = order.startswith("c") and order.endswith("b")
             self._facts.early_clips = self._facts.early_clips + 1 if early else 0
@@ -351,7 +358,6 @@ class Observer:
             self.hooks.end_step()
         self._observed += sampled
         rounds = self._observed / max(1, len(self._optimizers))
-        window = self._window_due()
         if window or (sampled and (rounds in _JUDGED or rounds % _JUDGED_EVERY == 0)):
             self._judge(windows=window)
 

@@ -120,12 +120,6 @@ class OptimizerObserver:
         if len(facts.losses) > _MOST_LOSSES:
             facts.losses, self._stride = facts.losses[::2], self._stride * 2
 
-    def note_outcome(self, *, committed: bool, clipped: float) -> None:
-        """Add what became of a step whose owner knows it."""
-        self.known.committed_steps += committed
-        self.known.clipped_steps += clipped > 0
-        self.known.clipped_to = clipped or self.known.clipped_to
-
     def facts(self, owned: set[int], *, windows: bool = True) -> OptimizerFacts:
         """Return what is known, given the ids of the models' parameters; without `windows` only for contracts."""
         facts, held = self.known, self.parameters()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,15 @@ from holdfast.testing import FakeClock
 pytestmark = pytest.mark.usefixtures("unchecked_splits")
 
 
-def saved_steps(run_dir: Path, steps: int, *, driven: bool = True, costs: float = 0.0, **fields: object) -> list[int]:
-    """Return at which steps a run was saved whose steps take 0.1 s."""
+def saved_steps(
+    run_dir: Path, steps: int, *, driven: bool = True, costs: float = 0.0, computes: float = 0.0, **fields: object
+) -> list[int]:
+    """Return at which steps a run was saved whose steps take 0.1 s, and whose writer computes for some seconds."""
+    with mock.patch.object(saving_module.time, "thread_time", count(0.0, computes).__next__):
+        return _saved_steps(run_dir, steps, driven=driven, costs=costs, **fields)
+
+
+def _saved_steps(run_dir: Path, steps: int, *, driven: bool, costs: float, **fields: object) -> list[int]:
     torch.manual_seed(0)
     clock, model = FakeClock(), torch.nn.Linear(3, 1)
     model.register_state_dict_post_hook(lambda *_: clock.advance(costs))  # asked by each save, and by no step
@@ -43,6 +51,12 @@ def test_a_run_is_saved_after_seconds_and_never_loses_more_than_about_half(drive
     ages = [*steps, 303]
     assert all(then <= now <= 2.1 * then for then, now in pairwise(ages))
     assert len(steps) <= 5
+
+
+def test_an_early_save_waits_until_what_its_writer_computes_is_a_hundredth_of_the_time(tmp_path):
+    """Of 0.1 s for the first save later ones are expected to take three times as much: 30 s, not 5."""
+    first, early, *_ = saved_steps(tmp_path, 310, computes=0.1)
+    assert (first, 295 <= early <= 305) == (0, True)
 
 
 def test_the_most_minutes_between_saves_are_kept_with_any_interval(tmp_path):

@@ -43,8 +43,6 @@ def advance(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], 
 
     What is no ``LRScheduler`` of torch is its owner's to drive. A skipped step is no step of the schedule.
     """
-    if not schedulers:
-        return
     movers = {id(optimizers[name].param_groups) for name in moved}  # a wrapper around an optimizer has the same ones
     for scheduler in schedulers.values():
         if (

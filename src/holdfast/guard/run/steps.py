@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from holdfast.core.errors import (
@@ -20,7 +21,6 @@ from holdfast.core.events.event import Decision, Promise, RollBack, SkipStep, St
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Provenance, Ruling, StepResult
 from holdfast.guard.run.schedules import advance, scale
 from holdfast.guard.run.session import Session
-from holdfast.guard.splitting.loss_functions import description_of
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.splitting import Split
@@ -31,18 +31,6 @@ from holdfast.recorder.black_box import StepMark
 # Steps beyond a divergence that show that it is over: what led there may take as long as what PaLM passes over.
 _BEYOND_SPIKES = 100
 _NOTHING_ODD = Ruling()
-
-
-def series_of(names: Sequence[str], loss_fn: Any) -> str:
-    """Return a name for the losses of one loss function and these optimizers, the same after every restart."""
-    if not callable(loss_fn):
-        raise BatchError(
-            f"loss_fn is a {type(loss_fn).__name__}",
-            limit="it is called with the batch, or with parts of it, as often as the step needs",
-            fix="pass a function: guard.step(batch, lambda batch: ...) computes the loss, and runs no backward.",
-            rule="H201",
-        )
-    return f"{'+'.join(names)} {description_of(loss_fn)}"
 
 
 class Recovery:
@@ -333,7 +321,15 @@ class Steps:
         """Make a step; see `Guard.step`."""
         state, diagnosis = self.session.state, self.engine.diagnosis
         started = self._clock.monotonic_seconds()
-        series = series_of(names, loss_fn)
+        if not callable(loss_fn):
+            raise BatchError(
+                f"loss_fn is a {type(loss_fn).__name__}",
+                limit="it is called with the batch, or with parts of it, as often as the step needs",
+                fix="pass a function: guard.step(batch, lambda batch: ...) computes the loss, and runs no backward.",
+                rule="H201",
+            )
+        # A name for the losses of this function and these optimizers, the same after every restart.
+        series = f"{'+'.join(names)} {self.engine.attempts.safety.describe(loss_fn)}"
         diagnosis.given(batch, again=state.batch_is_used)
         self._record.step(StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0)
         try:
@@ -342,12 +338,12 @@ class Steps:
                 loss_fn,
                 names,
                 split=split,
-                judge=lambda attempt: self.recovery.judge(series, attempt),
+                judge=partial(self.recovery.judge, series),
             )
             if outcome.committed:
                 self._committed(outcome, names, series)
         except PartialOptimizerStep as error:
-            partial = error
+            half_way = error
         except BaseException as error:
             state.step_failed()
             if isinstance(error, OutOfMemoryError) and self.engine.ranks.world_size == 1:
@@ -360,13 +356,13 @@ class Steps:
                 state.skipped()
                 reason = self.recovery.after_refused_step(outcome)
             diagnosis.step_ended(outcome, names, reason)
-            if outcome.committed:
+            if outcome.committed and diagnosis.seeks_cause:
                 self.engine.search_cause(batch, loss_fn, names, split, self._clock, self._opened_at)
             facts, mark = outcome.attempt.facts, StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
             seconds = self._clock.monotonic_seconds() - started
             self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds)
             return outcome.result(reason)
-        return self._undone(partial)
+        return self._undone(half_way)
 
     def _undone(self, partial: PartialOptimizerStep) -> StepResult:
         """Go back after an optimizer ran out of memory half-way; outside of the handler, which keeps its frames."""
@@ -393,9 +389,9 @@ class Steps:
         session.counters.note_good_step(self._record.global_step)
         if facts.overflowed:
             self._record.emit(run_events.NormOverflowed(total=facts.total))
-        if session.policy.scheduler_interval == "step":
+        if self.parts.schedulers and session.policy.scheduler_interval == "step":
             advance(self.parts.schedulers, self.parts.optimizers, names)
         larger = session.ladder.decide_after_step(batch_size=outcome.size or 1, attempts=outcome.attempts)
         if larger is not None:
             self._record.emit(larger)
-        self.engine.finished()
+        session.state.committed()

@@ -349,10 +349,8 @@ class Saving:
             self.chooser.boundary(now, writing=self._job is not None)
         if self._job is not None:
             self.collected()
-        if self._every == "auto":
-            decision = self.chooser.decide()
-            if decision is not None:
-                self._record.emit(decision)
+        if self._every == "auto" and self.chooser.steps_to_wait <= 0 and (decision := self.chooser.decide()):
+            self._record.emit(decision)
         if self._in_background and not self._made_ready and self._record.global_step > (self._tried_at_step or 0):
             # Optimizers have their state now. A run that ends before a save is due needs none of this.
             self._made_ready = self._every != "auto" or self.chooser.is_overdue(now + _AHEAD_SECONDS, early=True)

@@ -153,31 +153,27 @@ def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
 
     At depth 0 it is that of its code alone, without what is bound to it.
     """
-    return _described(loss_fn, depth)
-
-
-def _described(value: Any, depth: int) -> str:
-    if isinstance(value, TwoPass):
-        return f"{_described(value.outputs, depth)} {_described(value.loss, depth)}"
-    if isinstance(value, functools.partial):
-        bound = [*value.args, *(value.keywords[name] for name in sorted(value.keywords))]
-        return _with(_described(value.func, depth), bound, depth)
-    if isinstance(value, types.MethodType):
-        return _with(_described(value.__func__, depth), [value.__self__], depth)
-    code = getattr(value, "__code__", None)
+    if isinstance(loss_fn, TwoPass):
+        return f"{description_of(loss_fn.outputs, depth)} {description_of(loss_fn.loss, depth)}"
+    if isinstance(loss_fn, functools.partial):
+        bound = [*loss_fn.args, *(loss_fn.keywords[name] for name in sorted(loss_fn.keywords))]
+        return _with(description_of(loss_fn.func, depth), bound, depth)
+    if isinstance(loss_fn, types.MethodType):
+        return _with(description_of(loss_fn.__func__, depth), [loss_fn.__self__], depth)
+    code = getattr(loss_fn, "__code__", None)
     if code is not None:
         bound = []
-        for cell in value.__closure__ or ():
+        for cell in loss_fn.__closure__ or ():
             try:  # noqa: SIM105 - in every step
                 bound.append(cell.cell_contents)
             except ValueError:
                 pass  # it is empty
-        bound += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        outside = getattr(value, "__globals__", {})  # of a script: what a lambda there refers to
+        bound += [*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values()]
+        outside = getattr(loss_fn, "__globals__", {})  # of a script: what a lambda there refers to
         bound += [flag for name in code.co_names if type(flag := outside.get(name)) in (bool, str)]
         return _with(_name_of(code), bound, depth) if bound else _name_of(code)
-    bound = [own for key, own in getattr(value, "__dict__", {}).items() if key not in _OF_TORCH]
-    return _with(type(value).__qualname__, bound, depth)
+    bound = [own for key, own in getattr(loss_fn, "__dict__", {}).items() if key not in _OF_TORCH]
+    return _with(type(loss_fn).__qualname__, bound, depth)
 
 
 @functools.lru_cache(maxsize=256)
@@ -199,7 +195,7 @@ def _plain(value: Any, depth: int) -> str:
     # Of a module only a criterion says something: the models are the guard's own.
     if depth == 0 or not callable(value) or isinstance(value, type) or _has_weights(value):
         return ""
-    return _described(value, depth)
+    return description_of(value, depth)
 
 
 def _has_weights(value: Any) -> bool:

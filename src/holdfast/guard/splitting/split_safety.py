@@ -140,7 +140,8 @@ class SplitSafety:
         known, splits_now = self._of(work.loss_fn), part is not None
         if not splits_now and known.settled:
             return False, True
-        known = self._of(work.loss_fn, anew=True)
+        self.describe(work.loss_fn)  # in a window its flags may be others than they were
+        known = self._last[1]
         known.steps += 1
         known.split_steps += splits_now
         size, asked = work.size, self._policy.micro_batch_size
@@ -211,7 +212,8 @@ class SplitSafety:
                 no_split=self._uncuttable or "micro_batch_size=None, or a sharded model, turns splitting off",
                 smallest=0,
             )
-        known = self._of(work.loss_fn, anew=True)
+        self.describe(work.loss_fn)
+        known = self._last[1]
         if work.size > 1:
             self._try_split(known, work)
         refused = self._refused(known)
@@ -228,17 +230,23 @@ class SplitSafety:
     def _mixing_layers(self) -> list[nn.Module]:
         return [layer for model in self.parts.models.values() for layer in mixing_layers(model)]
 
-    def _of(self, loss_fn: LossFunction, *, anew: bool = False) -> _Known:
-        """Return what is known of a loss function; `anew`: whose flags may be others than they were."""
-        if not anew and self._last[0]() is loss_fn:  # asked for several times in a step
-            return self._last[1]
-        key = description_of(loss_fn)
+    def _of(self, loss_fn: LossFunction) -> _Known:
+        """Return what is known of a loss function."""
+        if self._last[0]() is not loss_fn:
+            self.describe(loss_fn)
+        return self._last[1]
+
+    def describe(self, loss_fn: LossFunction) -> str:
+        """Return the text that a loss function is known by, with its flags as they are now: once in each step."""
+        text = key = description_of(loss_fn)
         if key not in self._known and len(self._known) >= _MOST_KNOWN:
             key = description_of(loss_fn, 0)
-        known = self._known.setdefault(key, _Known())
-        with contextlib.suppress(TypeError):
+        known = self._known.get(key) or self._known.setdefault(key, _Known())
+        try:
             self._last = weakref.ref(loss_fn), known
-        return known
+        except TypeError:  # it takes none: described each time it is asked for
+            self._last = (lambda: None), known
+        return text
 
     def weighting(self, loss_fn: LossFunction) -> Weighting:
         """Return what the parts of a batch are weighted by, where the loss function does not say it itself."""

@@ -142,9 +142,10 @@ class Attempts:
             passed = Passed(
                 passed.loss.new_tensor(rows.loss), rows.items, passed.dropped, passed.counted, passed.extra
             )
-        self.loss_scale.unscale(self._parts.optimizers, work.names)
+        if self.loss_scale.enabled:
+            self.loss_scale.unscale(self._parts.optimizers, work.names)
         groups = self.groups(work.names)
-        if not any(group.parameters for group in groups):
+        if not (groups and groups[0].parameters) and not any(group.parameters for group in groups):
             raise BatchError(
                 f"no parameter of {', '.join(work.names)} received a gradient",
                 limit="the loss must depend on the parameters that are stepped",
@@ -241,7 +242,7 @@ class Attempts:
     def _passed(self, work: Work, plan: Plan, *, drops: bool) -> Passed:
         if isinstance(work.batch, Window):
             return self._over_window(work, work.batch, plan)
-        if work.size is None or plan.samples(work.size) == work.size:
+        if work.size is None or plan.micro_batch_size is None or plan.samples(work.size) == work.size:
             return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
         pieces = self._cut(work.batch, work.size, work.split, plan)
         with self._ranks.apart():

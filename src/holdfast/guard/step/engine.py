@@ -4,7 +4,7 @@
     attempt    forward and backward of every micro-batch, and one look at the norms. Out of memory → outside the
                handler: drop the frames, put everything back, ask the ladder, attempt again from the start
     skip       not finite → everything back, replay under a tracer, name the culprit
-    commit     clip, step every optimizer, update the scaler; `finished` when all that belongs to the step is done
+    commit     clip, step every optimizer, update the scaler; `state.committed` when all that belongs to it is done
     take_back  leave no trace, from anywhere before the commit
 
 `run` is the usual way through these for one batch; ``accumulation`` drives them one by one. Inside the commit nothing
@@ -181,7 +181,7 @@ class StepEngine:
         return self._replay.without_samples(work, outcome.provenance) if self.policy.drop_nonfinite_samples else None
 
     def commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
-        """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`."""
+        """Clip, and step every optimizer. The run is committing until whoever drives it says `state.committed`."""
         try:
             self._clip(attempt.groups, attempt.norms, attempt.facts.total, tighter)
             outcome = self._outcome(work, attempt, committed=True)
@@ -198,17 +198,14 @@ class StepEngine:
                 self._compare_with_forecast()
             elif self._step_id < _COMPARED_STEP and self.parts.device_type() == "cpu":
                 trim_heap()  # what only the first steps take, such as a copy of the batch, would stay in the heap
-            self.loss_scale.update()
+            if self.loss_scale.enabled:
+                self.loss_scale.update()
         except RuntimeError as error:
             if is_sticky(error):
                 raise _dead_device(error) from error
             raise
         self._stepped.update(work.names)
         return outcome
-
-    def finished(self) -> None:
-        """Note that all that belongs to a committed step is done: it is counted, and schedules have advanced."""
-        self.state.committed()
 
     def _undo(self, work: Work, error: BaseException) -> None:
         """Leave no trace of a step that an error ends."""
@@ -230,7 +227,8 @@ class StepEngine:
             work.attempts += 1
             failure = None
             try:
-                self._begin_comparison()
+                for device in self._cuda if self._step_id == _COMPARED_STEP else ():
+                    torch.cuda.reset_peak_memory_stats(device)
                 attempt = self.attempts.make(work, self.ladder.plan)
                 if ranks.accepts is None or ranks.accepts(attempt):
                     return attempt
@@ -238,8 +236,7 @@ class StepEngine:
                 found = find_out_of_memory(error)
                 mismatch = bool(self.ladder.plan.recompute) and may_come_of_recomputing(error)
                 unmeasurable = not mismatch and self.attempts.may_come_of_measuring(work, error)
-                empty = isinstance(error, EmptyPartError)
-                if found is None and not mismatch and not unmeasurable and not empty:
+                if found is None and not (mismatch or unmeasurable or isinstance(error, EmptyPartError)):
                     raise
                 failure = error
             # Out of the handler: only now can the frames of the failed attempt be dropped.
@@ -282,17 +279,14 @@ class StepEngine:
 
     def _check_split(self, work: Work) -> None:
         """Find out what holds for the loss function, and split no more if the batch may not be cut."""
-        part = None if work.size is None else self.ladder.plan.samples(work.size)
+        plan = self.ladder.plan
+        part = None if work.size is None or plan.micro_batch_size is None else plan.samples(work.size)
         splits = part is not None and part < (work.size or 0)
         tried_here, may_split = self._safety.check(work, part if splits else None)
         if tried_here:
             self.attempts.restore(work)
         if splits and not may_split:
             self.ladder.without_split()
-
-    def _begin_comparison(self) -> None:
-        for device in self._cuda if self._step_id == _COMPARED_STEP else ():
-            torch.cuda.reset_peak_memory_stats(device)
 
     def _compare_with_forecast(self) -> None:
         """Record how far the forecast was off, once."""
@@ -397,12 +391,12 @@ class StepEngine:
     def search_cause(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None, clock: Clock, since: float
     ) -> None:
-        """Try out why the run does not learn, if a rule has just said so and none why: once, on the last batch.
+        """Try out why the run does not learn, when a rule has just said so and none why: once, on the last batch.
 
         Takes at most two hundredths of the time `since` the run was opened. The other arguments are those of the
         last step.
         """
-        if not self.diagnosis.seeks_cause or self.ranks.world_size > 1:
+        if self.ranks.world_size > 1:
             return
         split = self._split if split is None else split
         batch = largest_of(batch, split)

@@ -60,7 +60,8 @@ class Passes:
     def whole(self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run one pass, with no arithmetic of ours: bit-identical to a bare loop."""
         terms = self._forward(batch, size, loss_fn)
-        terms.check_items()
+        if terms.declared:
+            terms.check_items()
         loss = self._ranks.weighed(terms)
         self._backward(loss, inputs())
         return Passed(loss.detach(), terms.items[0], (), terms.counted, terms.extra)
@@ -167,7 +168,7 @@ class Passes:
     def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
         if reached is not None and not reached:
             return  # into nothing there is no backward
-        loss = self._loss_scale.scale(loss)
+        loss = self._loss_scale.scale(loss) if self._loss_scale.enabled else loss
         if not self.watched:
             loss.backward(inputs=reached)  # type: ignore[no-untyped-call]
             return
@@ -180,27 +181,26 @@ class LossScale:
 
     def __init__(self, device_type: str, *, enabled: bool) -> None:
         self._device_type = device_type
-        self._enabled = enabled
+        self.enabled = enabled
         self._scaler = self._new()
         self._unscaled = False
 
     def _new(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self._device_type, enabled=self._enabled)
+        return torch.amp.GradScaler(self._device_type, enabled=self.enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale."""
-        return self._scaler.scale(loss) if self._enabled else loss
+        return self._scaler.scale(loss)
 
     def unscale(self, optimizers: Mapping[str, Optimizer], names: Sequence[str]) -> None:
         """Divide the gradients of these optimizers by the scale, if there is one, once in a step."""
-        if self._enabled:
-            self._unscaled = True
-            for name in names:
-                self._scaler.unscale_(optimizers[name])
+        self._unscaled = True
+        for name in names:
+            self._scaler.unscale_(optimizers[name])
 
     def update(self) -> None:
         """Move the scale after a step: down if a gradient was not finite, up after many that were."""
-        if self._enabled:
+        if self.enabled:
             self._scaler.update()
             self._unscaled = False
 
@@ -214,15 +214,15 @@ class LossScale:
 
     def value(self) -> float | None:
         """Return the scale, or None if there is none. Cost: one host sync."""
-        return self._scaler.get_scale() if self._enabled else None
+        return self._scaler.get_scale() if self.enabled else None
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state, or None if there is no scale."""
-        return self._scaler.state_dict() if self._enabled else None
+        return self._scaler.state_dict() if self.enabled else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Put the state back; without one, or without a scale, nothing changes."""
-        if self._enabled and state is not None:
+        if self.enabled and state is not None:
             self._scaler.load_state_dict(state)
 
 
