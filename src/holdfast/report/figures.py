@@ -71,8 +71,29 @@ def label(value: object, most: int = 120) -> str:
 
 def figures(run: RunSnapshot) -> dict[str, Figure]:
     """Return the figures of a page by the id of their place; what has nothing to show is left out."""
-    found = {"timeline": timeline(run), "steps": steps(run.lanes)}
+    found = {"timeline": timeline(run), "steps": steps(_agreed(run.lanes))}
     return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def _agreed(lanes: Sequence[Lane]) -> Sequence[Lane]:
+    """Return lanes with each curve that several have, and all alike, in one of its own."""
+    by_name: dict[str, list[Series]] = {}
+    for lane in lanes:
+        for name, curve in lane.columns.items():
+            by_name.setdefault(name, []).append(curve)
+    same = {name: curves[0] for name, curves in by_name.items() if len(curves) > 1 and _alike(*curves)}
+    first = next((lane for lane in lanes if same.keys() & lane.columns.keys()), None)
+    if first is None:
+        return lanes
+    apart = [replace(lane, columns={k: v for k, v in lane.columns.items() if k not in same}) for lane in lanes]
+    return [*(lane for lane in apart if lane.columns), replace(first, label="all alike", columns=same)]
+
+
+def _alike(first: Series, *others: Series) -> bool:
+    return all(
+        np.array_equal(first.steps, each.steps) and np.array_equal(first.values, each.values, equal_nan=True)
+        for each in others
+    )
 
 
 def steps(lanes: Sequence[Lane]) -> Figure | None:

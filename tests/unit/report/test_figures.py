@@ -21,10 +21,10 @@ def _validated(figure):
 
 
 def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
-    """Plotly knows every attribute; each rank has a curve in each panel, and each event a mark on its row."""
+    """Plotly knows every attribute; each rank has a curve in each panel, or all have one, and each event a mark on its row."""
     drawn = figures(gather(make_run(tmp_path, ranks=2)))
     timeline, steps = _validated(drawn["timeline"]), _validated(drawn["steps"])
-    assert {trace.name for trace in steps.data} == {"rank 0", "rank 1"}
+    assert {trace.name for trace in steps.data} == {"rank 0", "rank 1", "all alike"}
     titles = [note.text for note in steps.layout.annotations]
     assert titles == [
         f"<b>{title}</b>"
@@ -32,7 +32,7 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
             "loss", "gradient norm", "learning rate", "host memory", "waiting for data", "seconds a step"
         )
     ]  # fmt: skip
-    assert sum(bool(trace.showlegend) for trace in steps.data) == 2
+    assert sum(bool(trace.showlegend) for trace in steps.data) == 3
     rows = list(timeline.layout.yaxis.categoryarray)
     assert rows == ["rank 1", "rank 0", "supervisor"]
     (marks,) = [trace for trace in timeline.data if trace.name == "exception"]
@@ -93,3 +93,14 @@ def test_a_constant_learning_rate_is_not_drawn_as_zero(tmp_path):
     layout = figures(gather(tmp_path))["steps"]["layout"]
     ranges = [axis["range"] for name, axis in layout.items() if name.startswith("yaxis") and "range" in axis]
     assert [5e-5, 1.5e-4] in [[pytest.approx(each) for each in pair] for pair in ranges]
+
+
+def test_ranks_share_a_curve_where_they_recorded_the_same(tmp_path):
+    """The losses of two ranks differ and are two curves; the learning rate is one."""
+    for rank in (0, 1):
+        samples = [sample(step, loss=1.0 / (step + rank), learning_rate=0.3 / step) for step in range(1, 6)]
+        add_process(tmp_path, samples, rank=rank, pid=GONE + rank)
+    figure = figures(gather(tmp_path))["steps"]
+    (rate,) = [trace for trace in figure["data"] if trace["name"] == "all alike" and trace["y"][0] == 0.3]
+    assert rate["y"] == [pytest.approx(0.3 / step) for step in range(1, 6)]
+    assert {"rank 0", "rank 1"} <= {trace["name"] for trace in figure["data"]}
