@@ -21,7 +21,7 @@ def _validated(figure):
 
 
 def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
-    """Plotly knows every attribute; each rank has a curve in each panel, or all have one, and each event a mark on its row."""
+    """Plotly knows every attribute; each rank has its curves, or all have one, and each event a mark on its row."""
     drawn = figures(gather(make_run(tmp_path, ranks=2)))
     timeline, steps = _validated(drawn["timeline"]), _validated(drawn["steps"])
     assert {trace.name for trace in steps.data} == {"rank 0", "rank 1", "all alike"}

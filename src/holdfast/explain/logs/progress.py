@@ -89,6 +89,7 @@ class Pulse:
                 seen[form] = seen.get(form, 0) + 1
                 if seen[form] == _HABIT:
                     self._habit_at[form] = index
+        self._texts = texts
         self._words_after = [0] * (len(texts) + 2)
         for index in range(len(texts) - 1, -1, -1):
             self._words_after[index] = self._words_after[index + 1] + int(is_progress(texts[index]))
@@ -102,6 +103,12 @@ class Pulse:
         following = self._forms[last + 1 : last + 1 + _LOOKED_AT]
         by_form = sum(1 for form in following if form and self._habit_at.get(form, last) < last)
         return max(by_form, self._words_after[last + 1])
+
+    def only_ends(self, last: int) -> bool:
+        """Return whether all progress after a line, if there is any, is that all is done."""
+        after = range(last + 1, min(len(self._texts), last + 1 + _LOOKED_AT))
+        signs = [self._texts[i] for i in after if self._words_after[i] > self._words_after[i + 1]]
+        return len(signs) < _LOOKED_AT and all(is_end(text) for text in signs)
 
     def between(self, first: int, end: int) -> bool:
         """Return whether a line of progress stands from one index up to another."""
