@@ -29,7 +29,7 @@ def faulty(causes: str, shows: str = "") -> Callable[[Train], Train]:
 
     Args:
         causes: Ids of the rules that name what is wrong, such as ``"H836 H838"``; empty where no rule can.
-        shows: Ids of its legitimate symptoms.
+        shows: Ids of its legitimate symptoms; empty where training shows nothing of it.
     """
 
     def mark(train: Train) -> Train:
@@ -140,7 +140,7 @@ def programs_in(sets: Iterable[type[Programs]]) -> list[Program]:
     """Return the programs of some classes, the healthy ones first.
 
     Raises:
-        ValueError: If a name occurs twice, or a faulty program shows nothing.
+        ValueError: If a name occurs twice.
     """
     found: dict[str, Program] = {}
     for of in sets:
@@ -150,7 +150,7 @@ def programs_in(sets: Iterable[type[Programs]]) -> list[Program]:
                 program = Program(
                     name=name, of=of, healthy=train.causes is None, causes=causes, detects=(*causes, *shows)
                 )
-                if name in found or not (program.healthy or program.detects):
-                    raise ValueError(f"{name} occurs twice, or is faulty and shows nothing")
+                if name in found:
+                    raise ValueError(f"{name} occurs twice")
                 found[name] = program
     return sorted(found.values(), key=lambda program: not program.healthy)

@@ -16,7 +16,7 @@ from evals.not_learning.program import adam, faulty, sgd
 class FaultyLosses(shared.Twins):
     """The loss is not the one that was meant."""
 
-    @faulty("")  # energy distance: 0.007 without the fault, 0.32 with it
+    @faulty("H813 H814", shows="H823")  # energy distance: 0.007 without the fault, 0.32 with it
     def gan_generator_detached(self) -> None:
         """The generator's samples are detached in its own step too, so its loss cannot reach it."""
         generator, critic = parts.mlp(4, 32, 2), parts.mlp(2, 48, 1)
@@ -55,7 +55,7 @@ class FaultyLosses(shared.Twins):
                  lambda found, b: F.poisson_nll_loss(found[:, 0].exp(), b, log_input=self.broken))  # fmt: skip
         self.score = shared.r2(shared.outputs(model, x[1000:]).exp(), y[1000:])
 
-    @faulty("")  # AUC: 0.97 without the fault, 0.72 with it
+    @faulty("H855")  # AUC: 0.97 without the fault, 0.72 with it
     def pairs_labelled_zero_and_one(self) -> None:
         """The cosine loss wants 1 and -1; pairs that differ are labelled 0, which costs nothing, ever."""
         x, y, held_x, held_y = data.digits(self.seed)
@@ -69,7 +69,7 @@ class FaultyLosses(shared.Twins):
         same = held_y[:60, None] == held_y[:60]
         self.score = shared.auc((found[:60] @ found[:60].T).flatten(), same.flatten().long())
 
-    @faulty("")  # accuracy: 1.00 without the fault, 0.54 with it
+    @faulty("H855", shows="H815 H823 H828")  # accuracy: 1.00 without the fault, 0.54 with it
     def hinge_of_zero_and_one(self) -> None:
         """The hinge loss multiplies by labels of 0 and 1, so that the negative ones have no say."""
         (x, y), (held_x, held_y) = data.moons(1000), data.moons(500)
@@ -78,7 +78,7 @@ class FaultyLosses(shared.Twins):
                  lambda found, b: F.relu(1 - (b if self.broken else 2 * b - 1) * found[:, 0]).mean())  # fmt: skip
         self.score = ((shared.outputs(model, held_x)[:, 0] > 0) == (held_y > 0)).float().mean().item()
 
-    @faulty("")  # accuracy: 0.99 without the fault, 0.14 with it
+    @faulty("", shows="H801 H804 H805")  # accuracy: 0.99 without the fault, 0.14 with it
     def class_weights_of_whole_numbers(self) -> None:
         """Class weights are made by an integer division, and are 0 for every class that is not rare."""
         x, y = data.blobs(self.seed, 3000)
@@ -91,7 +91,7 @@ class FaultyLosses(shared.Twins):
                  lambda found, b: F.cross_entropy(found, b, weight))  # fmt: skip
         self.score = shared.accuracy(model, held_x, held_y)
 
-    @faulty("")  # mean error: 0.004 without the fault, 0.66 with it
+    @faulty("", shows="H823 H828 H829 H832")  # mean error: 0.004 without the fault, 0.66 with it
     def equation_without_a_graph(self) -> None:
         """The derivative in the residual of u' = 2 cos 2t is taken without a graph, so that it trains nothing."""
         model = parts.mlp(1, 32, 32, 1, act=nn.Tanh)
@@ -103,7 +103,7 @@ class FaultyLosses(shared.Twins):
         t = torch.linspace(0, 3, 50)[:, None]
         self.score = -(shared.outputs(model, t) - (2 * t).sin()).abs().mean().item()
 
-    @faulty("")  # AUC: 0.69 without the fault, 0.51 with it
+    @faulty("", shows="H828")  # AUC: 0.69 without the fault, 0.51 with it
     def negatives_among_the_liked(self) -> None:
         """The films that a user is said not to like are drawn from those that the user likes."""
         user, film, score = data.ratings(self.seed)

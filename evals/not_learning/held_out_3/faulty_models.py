@@ -25,7 +25,7 @@ class FaultyModels(shared.Twins):
         for a, b in data.batches((x[digits(y)], y[digits(y)]), 32, 300):
             update(optimizer, F.cross_entropy(model(a), b))
 
-    @faulty("")  # accuracy: 0.94 without the fault, 0.47 with it
+    @faulty("H815 H822", shows="H823 H828 H829 H832")  # accuracy: 0.94 without the fault, 0.47 with it
     def adapter_of_two_zeros(self) -> None:
         """Both factors of the low-rank adapters start at zero, and so does every gradient, for good."""
         x, y, held_x, held_y = data.digits(self.seed)
@@ -46,7 +46,7 @@ class FaultyModels(shared.Twins):
         self.fit(model, optimizer, data.batches((x, y), 32, 400), F.cross_entropy)
         self.score = shared.accuracy(model, held_x, held_y)
 
-    @faulty("")  # accuracy: 1.00 without the fault, 0.62 with it
+    @faulty("", shows="H828 H829 H832")  # accuracy: 1.00 without the fault, 0.62 with it
     def attention_over_the_batch(self) -> None:
         """The transformer expects time first and gets the batch first: the sentences of a batch see each other."""
         x = torch.randint(3, (2000, 6))
@@ -56,7 +56,7 @@ class FaultyModels(shared.Twins):
         self.fit(model, adam(model, 0.003), data.batches((x[:1500], y[:1500]), 64, 250), F.cross_entropy)
         self.score = shared.accuracy(model, x[1500:], y[1500:])
 
-    @faulty("")  # accuracy: 1.00 without the fault, 0.51 with it
+    @faulty("", shows="H828 H832")  # accuracy: 1.00 without the fault, 0.51 with it
     def positions_of_the_batch(self) -> None:
         """The positional encoding is indexed by the number of the sample in its batch, not by that of the word."""
         x, y = shared.order_task(2000)
@@ -74,7 +74,7 @@ class FaultyModels(shared.Twins):
         self.fit(model, adamw(model, 0.002), data.batches((x[:1500], y[:1500]), 64, 300), F.cross_entropy)
         self.score = shared.accuracy(model, x[1500:], y[1500:])
 
-    @faulty("")  # accuracy: 0.99 without the fault, 0.59 with it
+    @faulty("H860")  # accuracy: 0.99 without the fault, 0.59 with it
     def checkpoint_of_other_names(self) -> None:
         """The checkpoint's names begin with `module.` and are all ignored: the frozen backbone is a random one."""
         x, y = data.rings(1500)
@@ -102,7 +102,7 @@ class FaultyModels(shared.Twins):
         self.fit(model, adam(model, 0.003), data.batches((x[:1000], y[:1000]), 50, 500), F.mse_loss)
         self.score = shared.r2(shared.outputs(model, x[1000:]), y[1000:])
 
-    @faulty("")  # accuracy: 1.00 without the fault, 0.42 with it
+    @faulty("", shows="H828 H832")  # accuracy: 1.00 without the fault, 0.42 with it
     def attention_to_padding(self) -> None:
         """The padding mask says where words are; the layer takes it for where to ignore them, all but the first."""
         x, y = data.keyword_texts(2000)
@@ -129,7 +129,7 @@ class FaultyModels(shared.Twins):
         a, b = data.windows(ids, 32, 200)
         self.score = -F.cross_entropy(shared.outputs(model, a, shared.causal(32)).flatten(0, 1), b.flatten()).item()
 
-    @faulty("")  # accuracy: 1.00 without the fault, 0.28 with it
+    @faulty("", shows="H828 H832")  # accuracy: 1.00 without the fault, 0.28 with it
     def tags_of_other_words(self) -> None:
         """Outputs are (time, batch, tags) and tags (batch, time); both are flattened and compared."""
         x = torch.randint(1, 20, (2000, 10))
