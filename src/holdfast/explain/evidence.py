@@ -51,7 +51,8 @@ class Statement:
     # lines of progress stand after it, but they can have waited in a buffer, or be of another process
     overtaken: bool = False
     resumed: bool = False  # A line of a retry or of progress stands between it and the next exception of its process
-    last: bool = False  # a traceback after which no line says that the run went on, was saved or is done
+    # a traceback after which no line says that the run went on, was saved or is done; of lines the last of the log
+    last: bool = False
     rule: str | None = None  # of holdfast, where whoever recorded it knew that, such as ``"H401"``
 
 

@@ -137,9 +137,11 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
     if cascade is not None and cascade.tier < CAUGHT and (end.cause is None or end.cause == endings.STATUS_ONLY):
         return _Chosen(signature=cascade.signature, confidence=cascade.confidence, candidate=cascade)
     if end.cause is not None and end.cause != endings.STATUS_ONLY:
-        said = next((each for each in roots if each.signature.id == endings.KILLED_UNCOUNTED), None)
+        # A person, or a scheduler, ends the command itself rather than one of its processes.
+        said = next((each for each in (*roots, *cascades) if _says_killed(each)), None)
         if said is not None and end.cause == endings.KILLED:
-            return _Chosen(signature=said.signature, confidence=said.confidence, candidate=said)
+            killed = known[endings.KILLED_UNCOUNTED]
+            return _Chosen(signature=killed, confidence=said.confidence, candidate=said)
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     weak = root or cascade
     # It failed, or nothing shows that it went on, and this is all that was seen.
@@ -211,6 +213,11 @@ def _says_lost(root: Candidate) -> bool:
         for statement in root.chain
         for word in ("killed", "exited unexpectedly", "exitcode", "sigkill", "connection", "exit code")
     )
+
+
+def _says_killed(candidate: Candidate) -> bool:
+    """Return whether it says that one process was killed."""
+    return candidate.signature.id == endings.KILLED_UNCOUNTED or "signal SIGKILL" in candidate.statement.text
 
 
 def _beats_end(root: Candidate, end: End) -> bool:

@@ -81,7 +81,8 @@ def way_out(facts: Facts) -> str:
 
 def last_words(facts: Facts) -> Statement | None:
     """Return the exception with whose traceback the output ended, if nobody knows that it was caught."""
-    return next((each for each in reversed(facts.statements) if each.last and each.fatal is None), None)
+    raised = (each for each in reversed(facts.statements) if each.kind == "exception")
+    return next((each for each in raised if each.last and each.fatal is None), None)
 
 
 def unobserved(facts: Facts) -> bool:

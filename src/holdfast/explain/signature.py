@@ -49,7 +49,8 @@ class Signature:
         title: What is wrong, in a few words, lower case, without a full stop.
         family: Its class.
         patterns: Regular expressions, each searched in one statement: the message of an exception, which may have
-            several lines, or one line of a log. One of them suffices. None: chosen by how a process ended.
+            several lines, or one line of a log, of which the last of all has its line end. One of them suffices.
+            None: chosen by how a process ended.
         exceptions: Bare names of exception classes, such as ``"OutOfMemoryError"``; if given, an exception must be of
             one of these (its bases do not count). A log line has no class and passes.
         only_exceptions: Whether lines that are no exception do not count: for words that people also print.

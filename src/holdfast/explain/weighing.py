@@ -43,7 +43,7 @@ _ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback", "ExceptionGrou
 _TELLING = (  # words of a line that is an error, the surest first
     re.compile(
         r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error (?:code|#)|error[:=<])"
-        r"|\*ERROR\*|\bterminate called after\b|\bassertion\b.{0,300}\bfailed\b|^error\b",
+        r"|\*ERROR\*|\bterminate called after\b|\bassertion\b.{0,300}\bfailed\b|\bCheck failed: |^error\b",
         re.IGNORECASE,
     ),
     re.compile(
@@ -55,16 +55,18 @@ _TELLING = (  # words of a line that is an error, the surest first
     re.compile(
         r"\b(?:no longer|not yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
         r"|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden|unauthorized|than is available"
-        r"|aren't available|pre-?empted by|interruption notice|refused|doesn't|does not|assert|raise)\b",
+        r"|aren't available|pre-?empted by|interruption notice|refused|doesn't|does not|assert|raise"
+        r"|different (?:to|from|than))\b",
         re.IGNORECASE,
     ),
 )
 _COUNTS = re.compile(  # errors, or is data
     r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror[ _]rate\b|^\s*\{"
-    r"|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b",
+    r"|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b|^srun: error: .{1,200}: Exited with exit code",
     re.IGNORECASE,
 )
 _WARNED = re.compile(r"\bWARN(?:ING)?\b")
+_NO_CUDA = re.compile(r"Warning: CUDA initialization: ")  # all that torch says of it, before it goes on without
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 Grounds = Literal["own words", "signature", "symptom", "cascade", "words", "type", "open words", "line", "open line"]
 """What a candidate rests on: an error of holdfast, which says what was found; a signature; one of a family whose
@@ -72,16 +74,16 @@ failures mostly have their cause elsewhere; what follows from a failure elsewher
 signature knows, with a class that they show, or that its type only suggests, or without; the same of a line."""
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
-    "signature": (0.84, 0.95),
-    "symptom": (0.5, 0.89),
-    "cascade": (0.77, 0.92),
-    "words": (0.6, 0.95),
-    "type": (0.77, 0.69),
-    "open words": (0.7, 0.0),
-    "line": (0.47, 0.91),
-    "open line": (0.47, 0.0),
+    "signature": (0.88, 0.98),
+    "symptom": (0.48, 0.9),
+    "cascade": (0.69, 0.89),
+    "words": (0.65, 0.93),
+    "type": (0.69, 0.75),
+    "open words": (0.66, 0.0),
+    "line": (0.55, 0.89),
+    "open line": (0.46, 0.0),
 }
-"""By grounds: the shares of right causes and of right classes at the first look at failures that no rule was written
+"""By grounds: the shares of right causes and of right classes at the first looks at failures that no rule was written
 from; ``python -m evals.world.calibrate`` prints them. The first is no count."""
 _SYMPTOMS = frozenset({"out of memory", "crash", "device", "distributed", "autograd", "numerics"})
 _SHARE_OF_CAUGHT = 0.5
@@ -139,23 +141,32 @@ def find_candidates(facts: Facts) -> list[Candidate]:
         made = _of_own_rule(chain) or (_of_chain(chain) if chain[0].kind == "exception" else _of_line(chain[0]))
         if made is not None:
             found.append(made)
-    if all(each.tier == CAUGHT or each.signature.role == "confirmation" for each in found):
-        telling = _telling_line(facts.statements)
+    said = [each for each in found if each.tier < CAUGHT and each.signature.role != "confirmation"]
+    if all(each.signature.id == endings.ABORTED for each in said):
+        telling = _telling_line(facts.statements, sure=bool(said))
         found += [_candidate(_unknown(telling), telling, 3, (telling,))] if telling is not None else []
     elif any(each.signature.id == endings.NCCL_FAILED for each in found):
-        said = (each for each in facts.statements if "NCCL WARN" in each.text and not match_all(each))
-        found += [_candidate(_unknown(each), each, 3, (each,)) for each in itertools.islice(said, 1)]
+        words = (each for each in facts.statements if "NCCL WARN" in each.text and not match_all(each))
+        found += [_candidate(_unknown(each), each, 3, (each,)) for each in itertools.islice(words, 1)]
     return _without_early(found)
 
 
-def _telling_line(statements: Sequence[Statement]) -> Statement | None:
-    """Return the line that reads most like an error, of those after the newest exception; None: none does."""
+def _telling_line(statements: Sequence[Statement], *, sure: bool) -> Statement | None:
+    """Return the line that reads most like an error, of those after the newest exception; None: none does.
+
+    Args:
+        statements: All.
+        sure: Only one with the surest words, and none that is a warning.
+    """
     after = max((each.position for each in statements if each.kind == "exception"), default=-1)
     lines = [each for each in statements if each.kind == "line"]
     forms = collections.Counter(_form(each) for each in lines)
     found: list[tuple[tuple[bool, bool, int], Statement]] = []
-    for each in (line for line in lines if line.position > after and line.fatal is None and not line.logged):
-        tier = next((tier for tier, words in enumerate(_TELLING) if words.search(each.text)), None)
+    for each in (line for line in lines if line.position > after and line.fatal is None):
+        if each.logged and (sure or not _NO_CUDA.search(each.text) or match_all(each)):
+            continue
+        telling = _TELLING[:1] if sure else _TELLING
+        tier = next((tier for tier, words in enumerate(telling) if words.search(each.text)), None)
         counts = _COUNTS.search(each.text) is not None or is_progress(each.text)
         if tier is not None and not counts and forms[_form(each)] < _HABIT:
             known = any(kind.signature.rank <= _SPECIFIC_KIND for kind in _kinds_of(each))
@@ -463,6 +474,8 @@ def _texts_of(statement: Statement) -> _Texts:
         texts.append(f"{statement.exception}: {texts[0]}" if texts[0] else statement.exception)
     if "\n" in texts[0]:  # who pasted it may have wrapped its lines
         texts.append(" ".join(texts[0].split()))
+    elif statement.kind == "line" and statement.last:
+        texts[0] += "\n"
     return [(text, text.lower()) for text in texts]
 
 

@@ -126,17 +126,17 @@ def test_a_plain_failure_is_named_with_its_place():
 @pytest.mark.parametrize(
     ("frames", "exception", "family", "sure", "words"),
     [
-        (USER, "RuntimeError", "user code", 0.95, ": no such head, at /home/me/train.py:9 in step. "),
+        (USER, "RuntimeError", "user code", 0.93, ": no such head, at /home/me/train.py:9 in step. "),
         (
             USER + '  File "/x/lib/python3.11/site-packages/torch/nn/functional.py", line 3, in linear\n    x\n',
             "RuntimeError",
             "shape or type",
-            0.77,
+            0.75,
             ": no such head, at /home/me/train.py:9 in step (raised in torch/nn/functional.py). ",
         ),
-        (USER, "ValueError", "user code", 0.95, ": no such head, at /home/me/train.py:9 in step. "),
+        (USER, "ValueError", "user code", 0.93, ": no such head, at /home/me/train.py:9 in step. "),
         ("", "RuntimeError", "unknown", 0.0, ": no such head. "),
-        ("", "ValueError", "user code", 0.77, ": no such head. "),
+        ("", "ValueError", "user code", 0.75, ": no such head. "),
     ],
 )
 def test_an_exception_that_no_signature_knows_is_its_own_verdict(frames, exception, family, sure, words):

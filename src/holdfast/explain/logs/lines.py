@@ -21,12 +21,14 @@ _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,512
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 _RANK = re.compile(r"\[rank(\d+)\]:? ?")  # torch >= 2.2, on every line of a traceback
-_TEE = re.compile(r"\[[A-Za-z_]\w{0,30}?(\d{1,5})\]:")  # torchrun --tee: [default0]:
-_MPI = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
+# torchrun --tee: [default0]:, with [trainer0|0]: of older ones, and train/0 [default0]: of torchx
+_TEE = re.compile(r"(?:[\w.-]{1,60}/\d{1,5} )?\[[A-Za-z_]\w{0,30}?(\d{1,5})(?:\|\d{1,5})?\]:")
+_MPI = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")  # horovod leaves out the job
 _SRUN = re.compile(r"\s{0,4}(\d{1,5}): ")  # srun --label
-# Of Ray: (RayTrainWorker pid=4711, ip=10.0.0.2), and of pytest.
+# Of Ray: (RayTrainWorker pid=4711, ip=10.0.0.2), of SkyPilot: (task, rank=1, pid=4711), and of pytest.
 _TEST_OR_RAY = re.compile(
-    r"\([\w.:]{0,60} ?pid=\d{1,10}(?:, ip=[\w.:-]{1,40})?\) |E {3,7}(?=[\w.]*(?:Error|Exception)\b)"
+    r"\([\w.:-]{0,60}(?:, rank=\d{1,5})?,? ?pid=\d{1,10}(?:, ip=[\w.:-]{1,40})?\) "
+    r"|E {3,7}(?=[\w.]*(?:Error|Exception)\b)"
 )
 _KUBERNETES = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,30}) std(?:out|err) [FP] ")
 _GLOG = re.compile(r"([IWEFVC])(\d\d)(\d\d) (\d\d:\d\d:\d\d\.\d+) +\d+ [^\]\s]{1,300}\] ?")

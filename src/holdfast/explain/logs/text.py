@@ -87,6 +87,8 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
         statements += reader.statements()
         endings += reader.endings
         cut_off = cut_off or reader.cut_off
+    newest = next((line.number for line in reversed(lines) if line.text.strip()), None)
+    statements = [replace(each, last=True) if each.position == newest else each for each in statements]
     # Stable: a chain of exceptions keeps its order, and its own lines stay together.
     statements.sort(key=lambda statement: statement.position)
     return LogText(
@@ -184,6 +186,7 @@ class _Process:
             raised, after = self._reader.read(index)
             if raised is None and after >= len(self._lines):
                 self.cut_off = self._newest_frame(index)
+                raised = self._reader.about_to_raise(index)
             return (self._chain(raised, index, after) if raised is not None else []), after
         if text.startswith("Fatal Python error: "):
             frames, after = self._reader.fatal_error(index)

@@ -32,6 +32,7 @@ _LINK = re.compile(
     r"|The above exception was the direct cause of the following exception:)"
 )
 EXCEPTION = re.compile(r"([A-Za-z_]\w*(?:\.(?:<locals>\.)?[A-Za-z_]\w*)*)(?: ?: ?(.*))?$", re.DOTALL)
+_RAISE = re.compile(r"raise (?:[a-z_][\w.]*\()?([\w.]+)")  # of a class, or of what a function makes of it
 _NAMED = re.compile(
     r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault|NotFound|Invalid|Unavailable"
     r"|Failed|Exceeded|Conflict|Refused|Resources|Unsupported|DeprecatedEnv)$|^Bad\w+File$"
@@ -39,7 +40,8 @@ _NAMED = re.compile(
 _SEPARATOR = re.compile(r"\s*\+[-+ \d.]*$")
 _ENDS_MESSAGE = re.compile(
     r'Exception ignored in|Exception in thread |Process [\w-]+:$|Fatal Python error|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
-    r"|\S+\.py:\d+: \w*Warning: |terminate called after|Error executing job|slurmstepd|srun: |--- holdfast"
+    r"|\S+\.py:\d+: \w*Warning: |[\w/.-]{1,80}\.(?:cc|cu|h|cpp):\d+ "
+    r"|terminate called after|Error executing job|slurmstepd|srun: |--- holdfast"
     r"|(?:Killed|Terminated|Hangup)$|(?:Aborted|Segmentation fault|Bus error)\b"
 )
 _BUILTINS = {
@@ -115,6 +117,14 @@ class TracebackReader:
                 self._depth -= 1
                 return newest, at
             at = following
+
+    def about_to_raise(self, at: int) -> Raised | None:
+        """Return the exception, without its message, at whose ``raise`` the traceback that begins at a line ends."""
+        frames, after = self._frames(at + 1 if HEADER.search(self._text[at]) else at)
+        found = _RAISE.match(frames[-1].code) if frames else None
+        if found is None or split_exception(found[1]) is None:
+            return None
+        return Raised(found[1].rpartition(".")[2], "", frames, self._lines[after - 1].number)
 
     def _after_link(self, at: int) -> int | None:
         """Return where the traceback begins that is linked to the one that ended before this line."""
