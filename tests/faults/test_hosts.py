@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -97,6 +98,76 @@ def test_a_host_that_is_lost_and_comes_again(tmp_path: Path) -> None:
     results = ended(first, on_host(tmp_path, program(1, until)))
     assert [status for status, _ in results] == [0, 0], results
     assert said(tmp_path).count("0 1 begins") == said(tmp_path).count("1 1 begins") == 1
+
+
+def test_what_hosts_have_left_is_nothing_to_a_run_of_one(tmp_path: Path) -> None:
+    """The same directory, then one host alone: judged, restarted and explained is its own end."""
+    wrong = "time.sleep(0.5); import no_such_module_at_all\n"
+    ended(on_host(tmp_path, program(0, "time.sleep(60)")), on_host(tmp_path, program(1, wrong)))
+    [(_, output)] = ended(on_host(tmp_path, [*_PYTHON, "raise ValueError('of one host')"]))
+    assert "ValueError: of one host" in output
+    explained = subprocess.run([*_CLI, "explain", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "of one host" in explained.stdout.splitlines()[0]
+
+
+def test_a_host_whose_part_ended_well_is_not_the_one_to_explain(tmp_path: Path) -> None:
+    """Host 0 has ended with 0, host 1 failed."""
+    results = ended(
+        on_host(tmp_path, program(0, "time.sleep(0.1)")),
+        on_host(tmp_path, program(1, "import no_such_module_at_all")),
+    )
+    assert results[0][0] == 0
+    explained = subprocess.run([*_CLI, "explain", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "no_such_module_at_all" in explained.stdout.splitlines()[0]
+    assert "host-1" in explained.stdout
+
+
+def test_a_host_that_is_started_twice_disturbs_nobody(tmp_path: Path) -> None:
+    """The second is refused, and the training goes on."""
+    first, other = (on_host(tmp_path, program(number, "time.sleep(4)")) for number in (0, 1))
+    wait_for(tmp_path, "0 0 begins")
+    wait_for(tmp_path, "1 0 begins")
+    [(status, output)] = ended(on_host(tmp_path, program(1, "time.sleep(4)")))
+    assert (status, "H723" in output) == (2, True)
+    assert [status for status, _ in ended(first, other)] == [0, 0]
+    assert said(tmp_path).count("0 0 begins") == len(said(tmp_path)) - 1 == 1
+
+
+def test_the_folder_of_the_hosts_may_vanish(tmp_path: Path) -> None:
+    """What they tell each other is lost then, and no more: exit codes are those of the command."""
+    hosts = [on_host(tmp_path, program(number, "time.sleep(3)")) for number in (0, 1)]
+    wait_for(tmp_path, "0 0 begins")
+    wait_for(tmp_path, "1 0 begins")
+    shutil.rmtree(tmp_path / "run" / "hosts")
+    assert [status for status, _ in ended(*hosts)] == [0, 0]
+
+
+@pytest.mark.parametrize("left", ["a pipe", "[]", '{"state": "running", "beat": "1", "go": [1]}', "x" * (1 << 20)])
+def test_what_lies_in_the_folder_of_the_hosts_is_no_danger(tmp_path: Path, left: str) -> None:
+    """A file that no supervisor wrote says nothing, and is written anew."""
+    folder = tmp_path / "run" / "hosts"
+    folder.mkdir(parents=True)
+    if left == "a pipe":
+        os.mkfifo(folder / "1.json")
+    else:
+        (folder / "1.json").write_text(left)
+    assert [status for status, _ in ended(*(on_host(tmp_path, program(n, "")) for n in (0, 1)))] == [0, 0]
+
+
+def test_a_host_that_left_while_it_waited_is_waited_for(tmp_path: Path) -> None:
+    """Of three hosts one is ended by a signal before all are there: the others begin with its successor."""
+    three = ["--nnodes=3"]
+    first, leaves = (on_host(tmp_path, [*program(number, ""), *three, str(number)]) for number in (0, 1))
+    while not (tmp_path / "run" / "hosts" / "1.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    leaves.terminate()
+    leaves.communicate(timeout=_TIMEOUT_SECONDS)
+    last = on_host(tmp_path, [*program(2, ""), *three, "2"])
+    time.sleep(1.5)
+    assert said(tmp_path) == []
+    again = on_host(tmp_path, [*program(1, ""), *three, "1"])
+    assert [status for status, _ in ended(first, last, again)] == [0, 0, 0]
 
 
 def test_a_host_that_is_alone_is_ended_by_a_signal(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import typer
 from holdfast.cli.output import Json, failing_clearly, print_json
 from holdfast.core.text import as_json_value, moment, sanitise
 from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordings
+from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.sources import EventSeen, is_sound_event
 
 _MOST_CHARACTERS = 400  # of one fact, for people
@@ -26,7 +27,7 @@ def run(
 ) -> None:
     """List the events of a run, oldest first."""
     with failing_clearly(as_json=as_json):
-        recordings = open_recordings(run_dir)
+        recordings = open_recordings(folder_of_first_host(run_dir))
         wanted = frozenset(kind or ())
         found = [each for each in _all(recordings) if not wanted or each.event.kind in wanted]
         unread = list(dict.fromkeys(recordings.missing))  # some rings are read twice

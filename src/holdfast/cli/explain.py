@@ -18,6 +18,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
 from holdfast.explain.rules import catalogue, find_rule
 from holdfast.explain.verdict import Verdict
+from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.verdicts import how_sure
 
 _RULE = re.compile(r"[Hh]\d{3,4}")
@@ -56,6 +57,7 @@ def run(
             _refuse("a rule", attempt=attempt, status=status)
             _print_rule(what, as_json=as_json)
             return
+        what = str(folder_of_first_host(Path(what))) if Path(what).is_dir() else what
         verdict = _judged(what, attempt, status)
     if as_json:
         print_json(verdict.as_json())

@@ -22,7 +22,14 @@ def spread_of(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
         return tensor.flatten()[:most]
     flat = tensor.view(-1)
     size = flat.numel()
-    return flat if size <= most else flat[:: size // most][:most]
+    if size <= most:
+        return flat
+    stride = size // most
+    while (
+        math.gcd(stride, tensor.shape[-1]) > 1
+    ):  # or all are of a few columns, such as a pixel that is always 0
+        stride += 1
+    return flat[::stride][:most]
 
 
 def dense_gradient(parameter: Tensor) -> Tensor | None:

@@ -23,6 +23,7 @@ PROCESS_FILE = "process.json"
 BOARD_FILE = "progress.board"
 SAMPLES_FILE = "samples.ring"
 FAULTHANDLER_FILE = "stacks.txt"
+_MOST_HOST_BYTES = 64 << 10
 ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
 # Not HOLDFAST_*: each of those is taken for a field of a policy, and refused if it is none.
 OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
@@ -107,19 +108,36 @@ def _is_sound(info: ProcessInfo) -> bool:
 def read_host(path: Path) -> dict[str, Any] | None:
     """Return what the supervisor of one of several hosts says, None if the file is missing or damaged."""
     try:
+        if not path.is_file() or path.stat().st_size > _MOST_HOST_BYTES:  # a FIFO would never be read to its end
+            return None
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("state"), str) else None
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("state", "beat")):
+        return None
+    go = found.get("go")
+    if go is not None and not (isinstance(go, dict) and all(each.isdecimal() for each in go)):
+        return None
+    return found
 
 
 def folder_of_first_host(run: Path) -> Path:
-    """Return the folder of the host that failed first, where several hosts share this run directory; else `run`."""
+    """Return the folder of the host that failed first, if several hosts were the last to use `run`; else `run`."""
     files = sorted((run / HOSTS_FOLDER).glob("[0-9]*.json"), key=lambda path: (len(path.name), path.name))
-    told = {path.stem: its for path in files if (its := read_host(path)) is not None}
-    first = next((name for name, its in told.items() if its.get("cause") and not its.get("follows")), None)
-    name = first or next(iter(told), None)
-    return run if name is None else run / f"host-{name}"
+    told = {path: its for path in files if (its := read_host(path)) is not None}
+    newest = max(told, key=_changed, default=None)
+    if newest is None or _changed(run / SUPERVISED_FILE) > _changed(newest):
+        return run
+    told = {path: its for path, its in told.items() if its.get("count") == told[newest].get("count")}
+    first = next((path for path, its in told.items() if its.get("cause") and not its.get("follows")), None)
+    return run / f"host-{(first or next(iter(told))).stem}"
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def process_lives(pid: int, ticks: int) -> bool:

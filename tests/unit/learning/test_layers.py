@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.learning.layers import ActivationObserver, Gradients, LayerObserver
-from holdfast.learning.measures import norms_of
+from holdfast.learning.measures import norms_of, spread_of
 from holdfast.learning.optimizers import AccumulationCheck
 
 
@@ -107,3 +107,11 @@ def test_dead_and_saturated_units_are_counted_over_windows() -> None:
         activity.note("tanh", "gate", torch.tensor([[0.999, -0.999], [0.0, 0.999]]))
     assert activity.dead() == {"body.1": [0.5, 0.5, 0.5]}
     assert activity.saturated() == {"gate": 0.75}
+
+
+def test_a_sample_of_a_matrix_is_of_all_its_columns():
+    """Digits have pixels that are always 0: a sample of their columns would say that the layer stands still."""
+    weight = torch.arange(512 * 64).view(512, 64)
+    columns = spread_of(weight, 1024) % 64
+    assert len(columns.unique()) == 64
+    assert spread_of(weight, 1024).numel() <= 1024

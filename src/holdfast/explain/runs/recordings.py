@@ -24,7 +24,6 @@ from holdfast.recorder.run_files import (
     SUPERVISED_FILE,
     SUPERVISOR_FOLDER,
     ProcessInfo,
-    folder_of_first_host,
     read_processes,
 )
 
@@ -104,7 +103,6 @@ def open_recordings(run: Path) -> Recordings:
     Raises:
         RunDirectoryError: H731 if it holds none, H733 if it cannot be read, H734 if a newer holdfast made it.
     """
-    run = folder_of_first_host(run)
     try:
         names = {path.name for path in run.iterdir()}
     except OSError as error:

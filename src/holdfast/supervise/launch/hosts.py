@@ -58,15 +58,16 @@ class Hosts:
     def __init__(self, run: Path, number: int, count: int) -> None:
         self._folder = run / HOSTS_FOLDER
         self._number, self._count = number, count
-        self._own: dict[str, Any] = {}
+        self._own: dict[str, Any] = {"state": "coming"}
         self._beats = 0
         self._last_beat = 0.0
         self._first: dict[int, dict[str, Any]] = {}  # what was there before we came
         self._changed: dict[int, tuple[dict[str, Any], float]] = {}  # what each says, and since when
         self._silent: set[int] = set()
+        self._joined: set[int] = set()  # who was seen to make the newest attempt
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._say("ready")
+            self._write()
         except OSError as error:
             raise RunDirectoryError(
                 f"run directory {run} cannot be written ({error.strerror or error})",
@@ -86,28 +87,36 @@ class Hosts:
             None, or why there is nothing to begin, as a sentence without a full stop.
         """
         ticket = f"{os.getpid()}-{time.time_ns()}"
-        self._say("ready", ticket=ticket, **self._last_end())
+        before = self._own.get("go")  # what all began together the last time
+        self._say("ready", ticket=ticket, **self._of("cause", "title", "follows"))
         began, told = time.monotonic(), False
         while True:
             others = self._others()
+            ready = {
+                str(number): its["ticket"]
+                for number, its in others.items()
+                if its["state"] == "ready" and its.get("ticket") and not self._is_silent(number)
+            }
+            go = others.get(0, {}).get("go") or {}
+            if self._number == 0 and len(ready) == self._count - 1:
+                go = {**ready, "0": ticket}
+            if go.get(str(self._number)) == ticket:
+                self._joined = {0} if self._number else set(map(int, ready))
+                self._say("running", ticket=ticket, go=go)
+                return None
             for number, its in others.items():
-                if its["state"] in ("stopped", "done"):
+                if (count := its.get("count")) != self._count:
+                    return f"host {number} is told of {count} hosts, and this one of {self._count}"
+                if its["state"] in ("stopped", "done") and before is not None and its.get("go") == before:
                     title = its.get("title") or ""
                     return f"host {number} has ended for good: {title}{title and '; '}{its.get('why', '')}"
-            ready = {number: its.get("ticket") for number, its in others.items() if its["state"] == "ready"}
-            if self._number == 0 and len(ready) == self._count - 1:
-                self._say("running", ticket=ticket, go={**ready, 0: ticket})
-                return None
-            if self._number and (others.get(0, {}).get("go") or {}).get(str(self._number)) == ticket:
-                self._say("running", ticket=ticket, go=others[0]["go"])
-                return None
             waited = time.monotonic() - began
-            missing = sorted(set(range(self._count)) - set(others) - {self._number})
+            missing = sorted({str(number) for number in range(self._count)} - set(ready) - {str(self._number)})
             if waited > _MOST_WAIT_SECONDS:
-                return f"hosts {missing or sorted(set(others) - set(ready))} are not ready after {waited:.0f} s"
+                return f"hosts {', '.join(missing)} were not ready after {waited:.0f} s"
             if waited > 10 and not told:
                 told = True
-                say(f"waiting for hosts {missing or sorted(set(others) - set(ready))} to begin together")
+                say(f"waiting for hosts {', '.join(missing)}, for {_MOST_WAIT_SECONDS / 60:.0f} minutes at most")
             if not wait(0.2):
                 return "a signal asked to end"
             self._beat()
@@ -116,12 +125,15 @@ class Hosts:
         """Return why this attempt cannot go on: another host has ended it; None while all go on."""
         if not self._beat():
             return None
-        go = {int(number): ticket for number, ticket in self._own.get("go", {}).items()}
+        go = self._own.get("go", {})
         for number, its in self._others().items():
-            over = its["state"] in ("ended", "stopped") or its.get("ticket") != go.get(number)
-            if over and its["state"] != "done":
+            same = its.get("ticket") == go.get(str(number))
+            over = its["state"] in ("ended", "stopped") if same else number in self._joined  # else seen late
+            if same:
+                self._joined.add(number)
+            if over:
                 return f"host {number} has ended: {its.get('title') or its.get('why') or 'started anew'}"
-            silent = time.monotonic() - self._changed[number][1] > _SILENT_SECONDS
+            silent = self._is_silent(number)
             if silent and number not in self._silent:
                 say(f"host {number} has not been heard of for {_SILENT_SECONDS:.0f} s")
             (self._silent.add if silent else self._silent.discard)(number)
@@ -129,32 +141,37 @@ class Hosts:
 
     def ended(self, *, cause: str, title: str, follows: bool) -> None:
         """Tell that the attempt has ended here, and why; `follows`: only because it had ended elsewhere."""
-        self._say("ended", cause=cause, title=title, follows=follows)
+        self._say("ended", cause=cause, title=title, follows=follows, **self._of("ticket", "go"))
 
     def stopped(self, why: str, *, well: bool) -> None:
         """Tell that nothing is started here any more."""
-        self._say("done" if well else "stopped", why=why, **self._last_end())
+        kept = self._of("ticket", "go", "cause", "title", "follows")
+        self._say("done" if well else "stopped", why=why, **kept)
 
-    def _last_end(self) -> dict[str, Any]:
-        return {key: self._own[key] for key in ("cause", "title", "follows") if key in self._own}
+    def _of(self, *keys: str) -> dict[str, Any]:
+        return {key: self._own[key] for key in keys if key in self._own}
 
     def _say(self, state: str, **facts: Any) -> None:
         self._own = {"state": state, **facts}
-        self._write()
+        with suppress(OSError):  # a disk that is full or away for a while: the others say that this host is silent
+            self._write()
 
     def _beat(self) -> bool:
         """Let the others see that this host lives; return whether it was time to."""
         if (now := time.monotonic()) - self._last_beat < _BEAT_SECONDS:
             return False
         self._last_beat = now
-        with suppress(OSError):  # a network disk that is away for a while: the others say that we are silent
+        with suppress(OSError):
             self._write()
         return True
+
+    def _is_silent(self, number: int) -> bool:
+        return time.monotonic() - self._changed[number][1] > _SILENT_SECONDS
 
     def _write(self) -> None:
         self._beats += 1
         temporary = self._folder / f".tmp-{self._number}"
-        temporary.write_text(json.dumps({**self._own, "beat": f"{os.getpid()}-{self._beats}"}))
+        temporary.write_text(json.dumps({**self._own, "count": self._count, "beat": f"{os.getpid()}-{self._beats}"}))
         temporary.replace(self._folder / f"{self._number}.json")
 
     def _others(self) -> dict[int, dict[str, Any]]:

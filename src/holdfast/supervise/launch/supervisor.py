@@ -74,8 +74,7 @@ class Supervisor:
         self._history: list[Past] = []
         self._lock = threading.Lock()
         number, count = find_host(plan.command, self._environment) if plan.shared else (0, 1)
-        self._hosts = Hosts(plan.run.expanduser(), number, count) if count > 1 else None
-        self._folder = RunFolder(plan.run if self._hosts is None else plan.run / f"host-{number}")
+        self._folder = RunFolder(plan.run if count == 1 else plan.run / f"host-{number}")
         self.run_path = self._folder.path
         with ExitStack() as opened:
             opened.callback(self._folder.close)
@@ -86,6 +85,7 @@ class Supervisor:
                 self._log = OutputLog(self.run_path / OUTPUT_FILE, plan.most_log_bytes)
             except OSError as error:
                 raise self._folder.unusable(error) from error
+            self._hosts = Hosts(plan.run.expanduser(), number, count) if count > 1 else None  # the lock is ours
             opened.pop_all()
         self._copier = Copier(self._log, quiet=quiet)
         self._log.on_loss = self._say_output_is_lost
@@ -108,6 +108,8 @@ class Supervisor:
                 self.emit(RecordingMovedAside(what=what))
                 self._copier.say(f"{self._folder.supervisor.name}/{what}")
             if (alone := self._together(signals)) is not None:
+                assert self._hosts is not None
+                self._hosts.stopped(alone.why, well=False)
                 raise RunDirectoryError(
                     f"this host has not begun: {alone.why}",
                     limit="the hosts of one training begin together, and exchange files in the run directory",
@@ -233,9 +235,12 @@ class Supervisor:
             return Stop(why="the command has ended with exit code 0")
         if end.hang is not None and end.hang.remedy == "end":
             return Stop(why="the training was over, and only its end hung")
-        if end.elsewhere is not None and len(self._history) <= self._plan.budgets.max_restarts:
-            delay = self._plan.budgets.first_delay_seconds
-            return Again(cause=verdict.cause, why=end.elsewhere, delay_seconds=delay)
+        if self._hosts is not None and self._follows(end, verdict):  # whether it goes on is for the other host to say
+            budgets = self._plan.budgets
+            if len(self._history) > budgets.max_restarts + budgets.max_preemptions:
+                return Stop(why="all restarts are used")
+            why = end.elsewhere or "another host has failed"
+            return Again(cause=verdict.cause, why=why, delay_seconds=budgets.first_delay_seconds)
         decision = decide_restart(verdict, self._history, self._plan.budgets, self._environment)
         if isinstance(decision, Again) and self._launcher is not None and self._launcher.restarts:
             name, count = self._launcher.name, self._launcher.restarts
@@ -250,9 +255,10 @@ class Supervisor:
         )  # fmt: skip
         self.emit(restart)
         self._environment.update(decision.changes)
+        start = "started" if self._hosts is None else "to be started"  # the others have a word in it
         self._copier.say(
-            f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; "
-            f"started again in {decision.delay_seconds:g} s: {decision.why}"
+            f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; {start} "
+            f"again in {decision.delay_seconds:g} s: {decision.why}"
         )
         return self._wait(decision.delay_seconds, signals)
 
@@ -277,8 +283,18 @@ class Supervisor:
 
     def _tell(self, end: End, verdict: Verdict) -> None:
         if self._hosts is not None:
-            follows = end.elsewhere is not None or verdict.cause == "H114"
+            well = verdict.family == "ended well"
+            follows = well or self._follows(end, verdict)
             self._hosts.ended(cause=verdict.cause, title=verdict.title, follows=follows)
+
+    def _follows(self, end: End, verdict: Verdict) -> bool:
+        """Return whether an attempt only ended since it had failed on another host."""
+        if end.elsewhere is not None or verdict.cause == "H114":
+            return True
+        from holdfast.explain.signatures import all_signatures
+
+        known = all_signatures().get(verdict.cause)
+        return known is not None and known.role == "cascade"
 
 
 def _board(path: Path) -> Standing | None:
