@@ -25,9 +25,7 @@ def spread_of(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
     if size <= most:
         return flat
     stride = size // most
-    while (
-        math.gcd(stride, tensor.shape[-1]) > 1
-    ):  # or all are of a few columns, such as a pixel that is always 0
+    while math.gcd(stride, tensor.shape[-1]) > 1:  # or all are of a few columns, such as a pixel that is always 0
         stride += 1
     return flat[::stride][:most]
 
