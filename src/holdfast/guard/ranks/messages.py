@@ -49,7 +49,8 @@ class Messages:
         self._ranks = range(world_size)
         self.others = [other for other in self._ranks if other != rank]
         # torchrun keeps its store when it starts all again, and what they said before would be heard.
-        self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_guards)}"
+        self.guard = next(_guards)
+        self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self.guard}"
         self._store = self._connection()
         self._numbers: defaultdict[str, int] = defaultdict(int)  # of what is said next, by who talks
         self.steps = 0  # begun, or ends of epochs: where all ranks wait for each other elsewhere than here

@@ -130,9 +130,10 @@ class Ranks(OneRank):
         assert self._saves is not None
         said |= {"stop": self._stop.said(), **(self._saves.said(said.get("kind", STEP)) if self.rank == 0 else {})}
         group, device = self._model.group, self._model.device
-        row = PendingRow(Said(number=self._messages.steps, **said), loss, items, device, group)
+        row = Said(number=self._messages.steps, guard=self._messages.guard, **said)
+        pending = PendingRow(row, loss, items, device, group)
         self._model.row_begun()
-        return row
+        return pending
 
     def _reference_for(self, items: Any) -> float:
         """Return what the items of each rank are measured by: those of the last step, or now equal ones.
