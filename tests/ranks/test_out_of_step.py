@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+import time
+
 import pytest
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import all_returned, run_ranks
 from tests.ranks.test_ranks import batches_of, loss_of, model_and_optimizer, weights
 
 import holdfast
@@ -31,3 +36,28 @@ def test_guards_that_one_rank_steps_in_another_order_are_an_error(tmp_path, wher
     for end in run_ranks(stepping_crosswise, 2, tmp_path, where):
         assert "H116" in end.output, end
         assert "the ranks are at guards " + ("0, 1" if where else "1, 0") in end.output, end
+
+
+def forking(rank, run, how):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    for number, batch in enumerate(guard.batches(max_epochs=1)):
+        guard.step(batch, loss_of(model))
+        if number == 3 and rank == 1:
+            child = os.fork()
+            if child == 0:  # as the interpreter ends it
+                if how == "fails":
+                    sys.excepthook(OSError, OSError("of the child"), None)
+                atexit._run_exitfuncs()
+                os._exit(0)
+            os.waitpid(child, 0)
+        time.sleep(1.0 * (number >= 3))  # the others hear what was said, and are ended after a while
+    guard.close()
+    return guard.global_step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_fork_of_a_rank_does_not_speak_for_it(tmp_path, how):
+    """It may end in order, or with an error of its own, and all train on."""
+    assert all_returned(run_ranks(forking, 2, tmp_path, how)) == [8, 8]

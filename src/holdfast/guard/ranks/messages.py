@@ -34,7 +34,7 @@ _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another 
 _LATE_SECONDS = 1.0  # whoever has waited for so long asks whether there is anything to wait for
 _TROUBLE = "trouble"
 _OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
-_LEFT = "this rank has left the others after an error"
+_LEFT = "this rank has left the others after an error, or this is a fork of its process"
 _DAY = timedelta(days=1)
 _DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
 _T = TypeVar("_T")
@@ -63,6 +63,7 @@ class Messages:
         self._threads: list[threading.Thread] = []
         self._is_ending = False
         atexit.register(self._end_threads)
+        os.register_at_fork(after_in_child=self._be_silent)
         self.start(self._watch, "holdfast-ranks")
 
     def start(self, run: Callable[[Any], None], name: str) -> None:
@@ -107,6 +108,11 @@ class Messages:
                 self._store.set(key, "")
         for thread in self._threads:
             thread.join(_HEARD_SECONDS)
+
+    def _be_silent(self) -> None:
+        """Speak for no rank: a fork of its process shares its connection, and may end or fail as it likes."""
+        self.has_left = True
+        self._waited, self._threads = set(), []
 
     def open(self) -> None:
         """From now on, tell the others of an error that ends this process."""
