@@ -61,3 +61,49 @@ def forking(rank, run, how):
 def test_a_fork_of_a_rank_does_not_speak_for_it(tmp_path, how):
     """It may end in order, or with an error of its own, and all train on."""
     assert all_returned(run_ranks(forking, 2, tmp_path, how)) == [8, 8]
+
+
+class OfLength:
+    """Batches, and what the loader says their number is."""
+
+    def __init__(self, batches, length):
+        self._batches, self._length = batches, length
+        self.guard = None
+        self.saved = []  # checkpoints, before each epoch begins and at the end of its batches
+
+    def __iter__(self):
+        self._note()
+        yield from self._batches
+        self._note()
+
+    def _note(self):
+        self.saved.append(self.guard.statistics().checkpoints_saved)
+
+    def __len__(self):
+        return self._length
+
+
+def saving(rank, run, lengths, every):
+    model, optimizer = model_and_optimizer()
+    loader = OfLength(batches_of(rank), lengths[rank])
+    policy = {"save_interval_steps": every, "async_save": False}
+    loader.guard = guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, **policy)
+    for batch in guard.batches(max_epochs=2):
+        guard.step(batch, loss_of(model))
+    return guard.global_step, loader.saved
+
+
+@pytest.mark.parametrize(
+    ("lengths", "every", "saved"),
+    [
+        ((8, 7), 7, [1, 2, 2, 3]),
+        ((7, 8), 7, [1, 2, 2, 3]),
+        ((8, 7), 8, [1, 1, 2, 2]),
+        ((7, 8), 8, [1, 2, 2, 3]),
+    ],
+)
+def test_lengths_of_loaders_that_differ_do_not_part_the_ranks(tmp_path, lengths, every, saved):
+    """They are a guess of where a save can wait for the end of the epoch; the first rank, which writes, makes it."""
+    first, second = all_returned(run_ranks(saving, 2, tmp_path, lengths, every))
+    assert first == (16, saved)
+    assert second[0] == 16

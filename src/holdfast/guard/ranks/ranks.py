@@ -92,7 +92,7 @@ class Ranks(OneRank):
     def agreed(self, stop: StopRequest, saving: Saving, cursor: Cursor | None) -> tuple[StopRequest, Saves]:
         """Return what all ranks follow: what was said in the last step."""
         self._cursor = cursor
-        self._stop, self._saves = _Stop(stop), _Saves(saving, self._messages)
+        self._stop, self._saves = _Stop(stop), _Saves(saving, self._messages, cursor)
         return self._stop, self._saves
 
     # --- a step ---------------------------------------------------------------------------------------------
@@ -450,14 +450,16 @@ class _Stop(StopRequest):
 class _Saves:
     """The saves that all make: what the first rank has said, and each of it once."""
 
-    def __init__(self, own: Saving, messages: Messages) -> None:
-        self._own, self._messages = own, messages
+    def __init__(self, own: Saving, messages: Messages, cursor: Cursor | None) -> None:
+        self._own, self._messages, self._cursor = own, messages, cursor
         self._due_from: int | None = None  # this step
         self._refused = False
 
     def said(self, kind: float) -> dict[str, bool]:
         """Return what the first rank says of its own saves, at the end of a step or an epoch."""
-        return {"save": self._own.is_due(after_steps=int(kind == STEP)), "refused": self._own.has_refusal}
+        steps = int(kind == STEP)
+        waits = bool(steps) and self._cursor is not None and self._cursor.seems_to_end
+        return {"save": not waits and self._own.is_due(after_steps=steps), "refused": self._own.has_refusal}
 
     def hear(self, rows: Rows) -> None:
         """Take in what the first rank has said."""

@@ -114,7 +114,7 @@ class Loop:
                 return
             cursor.advance()
             self._state.boundary()
-            if not cursor.seems_to_end:
+            if self._ranks.world_size > 1 or not cursor.seems_to_end:  # which the first rank has said for all
                 self._save_if_due()
             if finished():
                 return
