@@ -160,7 +160,7 @@ class Cursor:
         if self._length is None:
             try:
                 self._length = len(self._loader)  # type: ignore[arg-type]
-            except TypeError:
+            except Exception:  # noqa: BLE001 - whatever a loader of the caller's says instead, it is only a guess
                 self._length = -1
         return self._under_way and self.batches + self._fetching == self._length
 
