@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import time
@@ -107,3 +108,28 @@ def test_lengths_of_loaders_that_differ_do_not_part_the_ranks(tmp_path, lengths,
     first, second = all_returned(run_ranks(saving, 2, tmp_path, lengths, every))
     assert first == (16, saved)
     assert second[0] == 16
+
+
+def in_two_loops(rank, run, collected_at):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    gc.disable()
+    held = [guard.batches(max_epochs=9)]
+    held.append(held)
+    for _ in range(3):
+        guard.step(next(held[0]), loss_of(model))
+    del held
+    for number, batch in enumerate(guard.batches(max_epochs=2)):
+        if number == collected_at[rank]:
+            gc.collect()
+        guard.step(batch, loss_of(model))
+        if number == 0 and rank:
+            time.sleep(2.0)  # what one rank has left the others hear of
+    guard.close()
+    return guard.global_step
+
+
+@pytest.mark.slow
+def test_a_loop_that_ranks_collect_at_different_times_parts_nobody(tmp_path):
+    """The garbage collector runs when it likes."""
+    assert all_returned(run_ranks(in_two_loops, 2, tmp_path, (0, 4))) == [16, 16]
