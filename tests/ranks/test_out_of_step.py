@@ -39,6 +39,46 @@ def test_guards_that_one_rank_steps_in_another_order_are_an_error(tmp_path, wher
         assert "the ranks are at guards " + ("0, 1" if where else "1, 0") in end.output, end
 
 
+def calling_crosswise(rank, run, what, where):
+    guards, models = guards_of(run)
+    for batch in batches_of(rank)[:3]:
+        for guard, model in zip(guards, models, strict=True):
+            guard.step(batch, loss_of(model))
+    if what == "step" and rank == where:
+        guards[1].step(batches_of(rank)[0], loss_of(models[1]))
+    for guard in guards[:: -1 if rank == where else 1]:
+        guard.close() if what == "close" else guard.validated(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "where"), [("close", 1), ("validated", 0), ("step", 1)])
+def test_guards_that_one_rank_calls_in_another_order_are_an_error(tmp_path, what, where):
+    """The ranks would wait for each other for ever, each under another guard."""
+    for end in run_ranks(calling_crosswise, 2, tmp_path, what, where, limit_seconds=20.0):
+        assert "H116" in end.output, end
+        assert "calls another guard" in end.output, end
+
+
+def calling_late(rank, run):
+    guards, models = guards_of(run)
+    for number, batch in enumerate(batches_of(rank)[:3]):
+        for guard, model in zip(guards, models, strict=True):
+            guard.step(batch, loss_of(model))
+            time.sleep(2.5 * (number == 1) * (rank == 0))
+            guard.validated(0.5)
+            time.sleep(2.5 * (number == 1) * (rank == 1))
+    for guard in guards:
+        time.sleep(2.5 * (rank == 1))
+        guard.close()
+    return [guard.global_step for guard in guards]
+
+
+@pytest.mark.slow
+def test_a_rank_that_calls_several_guards_late_is_waited_for(tmp_path):
+    """In the order of the others, however slow it is."""
+    assert all_returned(run_ranks(calling_late, 2, tmp_path)) == [[3, 3]] * 2
+
+
 def forking(rank, run, how):
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))

@@ -180,7 +180,7 @@ class Ranks(OneRank):
         if self._messages.was_left:
             self._messages.exchange("a step after a loop was left", None)
         while True:
-            self._messages.steps += 1
+            self._messages.begin_step()
             self._model.begin()
             self._pace.begin()
             self._pending, self._rows, self._before = None, None, self._reference
@@ -336,7 +336,7 @@ class Ranks(OneRank):
 
     def end_epoch(self) -> RankIsSlow | None:
         """Return which rank was slow; raise H116 if the loader of one has ended and that of another has not."""
-        self._messages.steps += 1
+        self._messages.begin_step()
         peak = peak_bytes(self._model.device)
         rows = self._begin_row(0.0, peak, kind=EPOCH_END, failed=self._is_behind).rows()
         self._hear(rows)
