@@ -156,13 +156,13 @@ class Cursor:
 
     @property
     def seems_to_end(self) -> bool:
-        """Return whether the epoch is over, as far as the loader's length says: a save can wait for its turn."""
+        """Return whether no batch comes after this one, as far as the loader's length says: a save can wait then."""
         if self._length is None:
             try:
                 self._length = len(self._loader)  # type: ignore[arg-type]
-            except TypeError:
+            except Exception:  # noqa: BLE001 - whatever a loader of the caller's says instead, it is only a guess
                 self._length = -1
-        return self.batches == self._length
+        return self._under_way and self.batches + self._fetching == self._length
 
     def sample_indices(self) -> list[int] | None:
         """Return the dataset indices of the samples in the batch that is out, or None if they are not known."""

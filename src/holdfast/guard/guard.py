@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -116,6 +116,7 @@ class Guard:
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
         self._validated: dict[str, BestOf] = {}  # by metric
+        self._under_way: Generator[Any] | None = None  # the last loop of ours
         self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
         self._asked = StopRequest()  # of this process
         with ranks.in_turn():
@@ -180,7 +181,8 @@ class Guard:
         """Yield batches from where the run stands, until a limit is reached or a stop was requested.
 
         A checkpoint is written when one is due and at the end; then the run directory is released. Leaving the
-        loop with ``break`` writes none: use `request_stop`, or `close` afterwards.
+        loop with ``break`` writes none: use `request_stop`, or `close` afterwards. A new loop ends an earlier
+        one that was not left, as ``break`` does.
 
         Args:
             max_epochs: Passes over the loader, counted over all restarts of the run.
@@ -201,9 +203,13 @@ class Guard:
         return self._loop(self._cursor, max_epochs, max_steps)
 
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
+        self._session.check_not_in_step()
+        if self._under_way is not None:
+            self._under_way.close()  # else it would end this one, whenever its iterator is collected
         self._position_is_clear = True
         self._ready()  # not before the first batch is asked for
-        yield from self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
+        self._under_way = self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
+        yield from self._under_way
 
     def _ready(self) -> None:
         """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""

@@ -450,6 +450,43 @@ def test_looking_at_a_batch_before_training_moves_nothing(tmp_path):
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+def test_a_loader_without_a_length_is_trained_on_whatever_it_raises(tmp_path):
+    """Its length only says where a save can wait for the end of the epoch."""
+
+    class Lengthless:
+        def __iter__(self):
+            return iter([torch.ones(2, 4)] * 3)
+
+        def __len__(self):
+            raise NotImplementedError
+
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, loader=Lengthless(), **parts)
+    run(guard, parts, max_epochs=2)
+    assert guard.global_step == 6
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_loop_that_nobody_has_left_ends_with_the_next_one(tmp_path, closes):
+    """Its iterator, which is kept, acts on the next loop neither when it is closed nor when it is asked again."""
+    parts = make_parts()
+    loader = [torch.full((2, 4), float(i)) for i in range(4)]
+    guard = holdfast.Guard(tmp_path, loader=loader, **parts)
+    earlier = guard.batches(max_epochs=2)
+    seen = []
+    for batch in [next(earlier), next(earlier)]:
+        seen.append(int(batch[0, 0]))
+        guard.step(batch, loss_of(parts["model"]))
+    for batch in guard.batches(max_epochs=2):
+        seen.append(int(batch[0, 0]))
+        guard.step(batch, loss_of(parts["model"]))
+        if len(seen) == 4:
+            earlier.close() if closes else None
+            assert next(earlier, None) is None
+    assert seen == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert guard.global_step == 8
+
+
 def test_a_dropped_part_is_named_at_resume(tmp_path):
     """A scheduler or an average that was saved and is not given any more is an error, not a silent loss."""
     train(tmp_path, "holdfast", epochs=1)

@@ -34,7 +34,7 @@ _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another 
 _LATE_SECONDS = 1.0  # whoever has waited for so long asks whether there is anything to wait for
 _TROUBLE = "trouble"
 _OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
-_LEFT = "this rank has left the others after an error"
+_LEFT = "this rank has left the others after an error, or this is a fork of its process"
 _DAY = timedelta(days=1)
 _DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
 _T = TypeVar("_T")
@@ -44,12 +44,17 @@ _guards = itertools.count()  # the same on all ranks, which make the same guards
 class Messages:
     """Carries values between the ranks, and the text of the first error."""
 
+    calls = 0  # steps and exchanges that this process has begun, under all its guards; the same on all ranks
+    found: RankError | None = None  # what another rank has failed with, under any of them
+
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self._ranks = range(world_size)
         self.others = [other for other in self._ranks if other != rank]
         # torchrun keeps its store when it starts all again, and what they said before would be heard.
-        self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_guards)}"
+        self.guard = next(_guards)
+        Messages.calls = self.guard << 40  # after an error that all have caught they may differ
+        self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self.guard}"
         self._store = self._connection()
         self._numbers: defaultdict[str, int] = defaultdict(int)  # of what is said next, by who talks
         self.steps = 0  # begun, or ends of epochs: where all ranks wait for each other elsewhere than here
@@ -62,6 +67,7 @@ class Messages:
         self._threads: list[threading.Thread] = []
         self._is_ending = False
         atexit.register(self._end_threads)
+        os.register_at_fork(after_in_child=self._be_silent)
         self.start(self._watch, "holdfast-ranks")
 
     def start(self, run: Callable[[Any], None], name: str) -> None:
@@ -107,6 +113,11 @@ class Messages:
         for thread in self._threads:
             thread.join(_HEARD_SECONDS)
 
+    def _be_silent(self) -> None:
+        """Speak for no rank: a fork of its process shares its connection, and may end or fail as it likes."""
+        self.has_left = True
+        self._waited, self._threads = set(), []
+
     def open(self) -> None:
         """From now on, tell the others of an error that ends this process."""
         self.has_parted = False
@@ -131,6 +142,18 @@ class Messages:
                     if self.rank == 0:
                         self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
 
+    def begin_step(self) -> None:
+        """Count a step, or the end of an epoch."""
+        self.steps += 1
+        self._count()
+
+    def _count(self) -> int | None:
+        """Count a call, and return how many came before; None in a thread, whose calls have no place among others."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        Messages.calls += 1
+        return Messages.calls - 1
+
     def _next(self, among: str) -> int:
         self._numbers[among] += 1
         return self._numbers[among] - 1
@@ -139,11 +162,13 @@ class Messages:
         """Return the values of all ranks; all call this at the same place. `among` names a thread of its own."""
         self.check_here()
         number = self._next(among)
+        calls = None if among else self._count()
         self.was_left &= bool(among)
         self._store.set(f"{among}{number}/{self.rank}", _packed((topic, value)))
         found = []
         for rank in self._ranks:
-            late = partial(self._say_place, f"waits for the others in {topic!r}", [] if among else [rank], number)
+            to = [] if among else [rank]
+            late = partial(self._say_place, f"waits for the others in {topic!r}", to, number, calls)
             said, what = _unpacked(self._wait_for(f"{among}{number}/{rank}", late))
             if said != topic:
                 raise _out_of_step(f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}")
@@ -209,7 +234,7 @@ class Messages:
         with contextlib.suppress(RuntimeError):
             if self._is_there([_TROUBLE], _TEXT_SECONDS):
                 return self._heard or self._read(self._store)
-        return self._heard or self._gone("another rank is gone, and has not said why")
+        return self._heard or Messages.found or self._gone("another rank is gone, and has not said why")
 
     def _gone(self, what: str) -> RankError:
         return RankError(
@@ -228,9 +253,14 @@ class Messages:
         number = self._store.add(f"calls/{rank}", 1) - 1
         self._store.set(f"wake{number}/{rank}", text)
 
-    def _say_place(self, what: str, to: Any = None, number: int | None = None, *, ends: bool = False) -> None:
-        """Tell ranks that this one begins no step before they say what has this number, or what is next; or none."""
-        said = [self.rank, self._numbers[""] if number is None else number, self.steps, what, ends]
+    def _say_place(
+        self, what: str, to: Any = None, number: int | None = None, calls: int | None = None, *, ends: bool = False
+    ) -> None:
+        """Tell ranks that this one begins no step before they say what has this number, or what is next; or none.
+
+        With the number of calls before it begins nothing at all, under whatever guard.
+        """
+        said = [self.rank, self._numbers[""] if number is None else number, self.steps, calls, what, ends]
         with contextlib.suppress(RuntimeError):
             for rank in to if to is not None else self.others if self.rank == 0 else [0]:
                 self._wake(rank, json.dumps(said))
@@ -239,7 +269,7 @@ class Messages:
         """End this process if another rank has failed, or will not come, and nothing else wakes it from its wait."""
         try:
             error = self._listen(store)
-            self._heard = error or self._heard
+            self._heard, Messages.found = error or self._heard, error or Messages.found
             store.set(f"heard/{self.rank}", "")
         except RuntimeError:  # the store is gone: the run is over
             return
@@ -272,13 +302,16 @@ class Messages:
             places.append((time.monotonic(), json.loads(text)))
         return None
 
-    def _missed(self, rank: int, number: int, steps: int, what: str, *ends: bool) -> RankError | None:
+    def _missed(
+        self, rank: int, number: int, steps: int, calls: int | None, what: str, *ends: bool
+    ) -> RankError | None:
         """Return the error if another rank is at a place that this one has passed, or has ended before."""
         has_begun = self.steps > steps  # read before the number, which comes later for a rank that was there
+        is_elsewhere = calls is not None and Messages.calls > calls  # as above
         is_beyond = self._numbers[""] > number
-        if not (any(ends) if is_beyond else has_begun):
+        if not (any(ends) if is_beyond else has_begun or is_elsewhere):
             return None
-        follows = "waits for it" if is_beyond else "makes another step"
+        follows = "waits for it" if is_beyond else "makes another step" if has_begun else "calls another guard"
         return _out_of_step(f"rank {rank} {what}, and rank {self.rank} {follows}")
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:

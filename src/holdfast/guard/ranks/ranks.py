@@ -92,7 +92,7 @@ class Ranks(OneRank):
     def agreed(self, stop: StopRequest, saving: Saving, cursor: Cursor | None) -> tuple[StopRequest, Saves]:
         """Return what all ranks follow: what was said in the last step."""
         self._cursor = cursor
-        self._stop, self._saves = _Stop(stop), _Saves(saving, self._messages)
+        self._stop, self._saves = _Stop(stop), _Saves(saving, self._messages, cursor)
         return self._stop, self._saves
 
     # --- a step ---------------------------------------------------------------------------------------------
@@ -130,9 +130,10 @@ class Ranks(OneRank):
         assert self._saves is not None
         said |= {"stop": self._stop.said(), **(self._saves.said(said.get("kind", STEP)) if self.rank == 0 else {})}
         group, device = self._model.group, self._model.device
-        row = PendingRow(Said(number=self._messages.steps, **said), loss, items, device, group)
+        row = Said(number=self._messages.steps, guard=self._messages.guard, **said)
+        pending = PendingRow(row, loss, items, device, group)
         self._model.row_begun()
-        return row
+        return pending
 
     def _reference_for(self, items: Any) -> float:
         """Return what the items of each rank are measured by: those of the last step, or now equal ones.
@@ -179,7 +180,7 @@ class Ranks(OneRank):
         if self._messages.was_left:
             self._messages.exchange("a step after a loop was left", None)
         while True:
-            self._messages.steps += 1
+            self._messages.begin_step()
             self._model.begin()
             self._pace.begin()
             self._pending, self._rows, self._before = None, None, self._reference
@@ -335,7 +336,7 @@ class Ranks(OneRank):
 
     def end_epoch(self) -> RankIsSlow | None:
         """Return which rank was slow; raise H116 if the loader of one has ended and that of another has not."""
-        self._messages.steps += 1
+        self._messages.begin_step()
         peak = peak_bytes(self._model.device)
         rows = self._begin_row(0.0, peak, kind=EPOCH_END, failed=self._is_behind).rows()
         self._hear(rows)
@@ -449,14 +450,16 @@ class _Stop(StopRequest):
 class _Saves:
     """The saves that all make: what the first rank has said, and each of it once."""
 
-    def __init__(self, own: Saving, messages: Messages) -> None:
-        self._own, self._messages = own, messages
+    def __init__(self, own: Saving, messages: Messages, cursor: Cursor | None) -> None:
+        self._own, self._messages, self._cursor = own, messages, cursor
         self._due_from: int | None = None  # this step
         self._refused = False
 
     def said(self, kind: float) -> dict[str, bool]:
         """Return what the first rank says of its own saves, at the end of a step or an epoch."""
-        return {"save": self._own.is_due(after_steps=int(kind == STEP)), "refused": self._own.has_refusal}
+        steps = int(kind == STEP)
+        waits = bool(steps) and self._cursor is not None and self._cursor.seems_to_end
+        return {"save": not waits and self._own.is_due(after_steps=steps), "refused": self._own.has_refusal}
 
     def hear(self, rows: Rows) -> None:
         """Take in what the first rank has said."""

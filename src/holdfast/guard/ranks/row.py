@@ -12,7 +12,7 @@ from torch import distributed
 from holdfast.core.errors import RankError
 
 STEP, EPOCH_END = 0.0, 1.0
-_WIDTH = 11
+_WIDTH = 12
 # The newer name where there is one: torch warns of the other.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
@@ -23,6 +23,7 @@ class Said:
 
     kind: float = STEP  # or the end of an epoch
     number: int  # of the attempt or end of an epoch
+    guard: int  # of those of this process, in the order in which they were made
     stop: float = 0.0  # 1: it was asked to stop; 2: by a signal
     save: bool = False  # a save is due after this step; what the first rank says counts
     refused: bool = False  # a save was refused; as above
@@ -70,18 +71,21 @@ class Rows:
 
     def check(self) -> None:
         """Raise H116 unless all ranks are at the same place."""
-        if all(row[:2] == self.each[0][:2] for row in self.each):
+        guards = [row[11] for row in self.each]
+        if all(row[:2] == self.each[0][:2] for row in self.each) and len({*guards}) == 1:
             return
         ended = [rank for rank, row in enumerate(self.each) if row[0] == EPOCH_END]
         others = [rank for rank, row in enumerate(self.each) if row[0] != EPOCH_END]
         what = f"the ranks are at steps {', '.join(f'{row[1]:.0f}' for row in self.each)}"
         if ended and others:
             what = f"the loader of rank {ended[0]} has ended its epoch, and rank {others[0]} makes another step"
+        if len({*guards}) > 1:
+            what = f"the ranks are at guards {', '.join(f'{each:.0f}' for each in guards)}, counted as they were made"
         raise RankError(
             what,
             limit="all ranks make the same steps, since each of them waits for all gradients",
             fix="let the loaders of all ranks yield equally many batches, as holdfast.DataLoader does by itself, and "
-            "call guard.step on all ranks or on none.",
+            "call guard.step on all ranks, of several guards in one order, or on none.",
             rule="H116",
         )
 
@@ -90,7 +94,7 @@ class PendingRow:
     """A row that is on its way to all ranks, and those that come from them."""
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
-        flags = said.stop, said.save, said.refused, said.repeats, said.failed, said.between, said.forward
+        flags = said.stop, said.save, said.refused, said.repeats, said.failed, said.between, said.forward, said.guard
         self._row = torch.tensor([said.kind, said.number, 0.0, 0.0, *flags], dtype=torch.float64, device=device)
         self._row[2] = items
         self._row[3] = loss

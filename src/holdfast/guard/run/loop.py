@@ -6,7 +6,7 @@ to a batch done, also what the caller does after ``step``. Checkpoints are taken
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from holdfast.core.errors import PolicyError
@@ -42,7 +42,7 @@ class Loop:
 
     def batches(
         self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
-    ) -> Iterator[Any]:
+    ) -> Generator[Any]:
         """Yield batches until a limit is reached or a stop was requested; save where one is due, and at the end."""
         for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
@@ -114,7 +114,7 @@ class Loop:
                 return
             cursor.advance()
             self._state.boundary()
-            if not cursor.seems_to_end:
+            if self._ranks.world_size > 1 or not cursor.seems_to_end:  # which the first rank has said for all
                 self._save_if_due()
             if finished():
                 return
