@@ -65,13 +65,14 @@ def judge(facts: Facts) -> Verdict:
     cascades = in_order((each for each in candidates if each.signature.role == "cascade"), first_rank=end.first_rank)
     chosen = _as_counted(facts, _because_of_a_leak(facts, _choose(facts, end, roots, cascades)))
     confirmations = [each for each in candidates if each.signature.role == "confirmation"]
-    doubt = _doubt(facts, end, roots) if chosen.signature is WELL else ""
+    doubt, doubted = _doubt(facts, end, [*roots, *cascades]) if chosen.signature is WELL else ("", None)
     if doubt:
         chosen = replace(chosen, confidence=min(chosen.confidence, _IN_DOUBT))
     return in_words(
         Judgement(
             facts=facts,
             doubt=doubt,
+            doubted=doubted,
             end=end,
             signature=chosen.signature,
             confidence=round(min(max(chosen.confidence, 0.0), 0.99), 2),
@@ -83,20 +84,30 @@ def judge(facts: Facts) -> Verdict:
     )
 
 
-def _doubt(facts: Facts, end: End, roots: Sequence[Candidate]) -> str:
-    """Return what speaks against a good end that only an exit status of 0 or its last words state, for a title."""
+def _doubt(facts: Facts, end: End, candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
+    """Return what speaks against a good end that only an exit status of 0 or its last words state.
+
+    For a title, and the candidate that says so, if one does.
+    """
     if facts.lost is not None:
-        return f"but {facts.lost.sentence()}"
+        return f"but {facts.lost.sentence()}", None
     if end.status != 0:
-        return ""
-    if last_words(facts) is not None:
-        return "but its last words are a traceback"
-    killed = next((each for each in roots if each.tier == _OTHER_LINE and each.signature.family in _OF_KILLS), None)
+        return "", None
+    if (last := last_words(facts)) is not None:
+        return "but its last words are a traceback", next((each for each in candidates if last in each.chain), None)
+    killed = next((each for each in candidates if _tells_of_a_kill(each)), None)
     if killed is not None:
-        return f"but it says: {next(quoted(killed.statement, most_lines=1), killed.signature.title)}"
+        return f"but it says: {next(quoted(killed.statement, most_lines=1), killed.signature.title)}", killed
     if facts.extra.get("observed") is not None or facts.extra.get("log_says_done") or facts.extra.get("losses"):
-        return "and nothing of it was observed" if unobserved(facts) else ""
-    return "and nothing that it printed says how it went"
+        return "and nothing of it was observed" if unobserved(facts) else "", None
+    return "and nothing that it printed says how it went", None
+
+
+def _tells_of_a_kill(candidate: Candidate) -> bool:
+    """Return whether it is a line, not followed by progress, of what no process survives."""
+    signature = candidate.signature
+    of_kills = signature.family in _OF_KILLS or signature.id == endings.BUS_ERROR
+    return signature.role == "root" and candidate.tier == _OTHER_LINE and of_kills
 
 
 def _of_class(chosen: _Chosen) -> float:
@@ -195,11 +206,7 @@ def _failed_before(root: Candidate | None, began: float) -> bool:
 
 def _ends_badly(*groups: Sequence[Candidate]) -> bool:
     """Return whether something was raised after which nothing went on, although the log says that it is done."""
-    return any(
-        each.tier <= 1 or (each.tier == _OTHER_LINE and each.signature.family in _OF_KILLS)
-        for group in groups
-        for each in group
-    )
+    return any(each.tier <= 1 or _tells_of_a_kill(each) for group in groups for each in group)
 
 
 def _killed_for_memory(facts: Facts, end: End) -> bool:

@@ -40,6 +40,7 @@ class Judgement:
     candidates: tuple[Candidate, ...]  # all of them
     runner_up: tuple[str, str, float] | None  # as `Verdict.runner_up`
     doubt: str = ""  # what speaks against a good end, for the title
+    doubted: Candidate | None = None  # what says so, or None
 
 
 def in_words(made: Judgement) -> Verdict:
@@ -170,9 +171,18 @@ def _fix(made: Judgement) -> str:
     leak = remarks.newest_leak(made.facts) if well else _leak(made)
     place = remarks.leak_place(leak) if leak is not None else ""
     if not place:
-        return (remarks.fix_of_training(made.facts) if well else "") or made.signature.fix
+        return (remarks.fix_of_training(made.facts) or _fix_of_doubt(made) if well else "") or made.signature.fix
     rest = "A longer run would end for want of memory." if well else made.signature.fix
     return f"Look first at {place}, where memory is kept from step to step. {rest}"
+
+
+def _fix_of_doubt(made: Judgement) -> str:
+    """Return what to do about what speaks against a good end; an empty text if nothing does."""
+    if made.doubted is not None:
+        return made.doubted.signature.fix
+    if made.doubt and made.facts.lost is not None:
+        return "Look at the curve of the loss before you use what it saved. If it diverged, lower the learning rate."
+    return ""
 
 
 def _leak(made: Judgement) -> Event | None:
@@ -183,6 +193,8 @@ def _leak(made: Judgement) -> Event | None:
 def _exhibits(made: Judgement) -> Iterator[Exhibit]:
     found: list[Exhibit] = []
     candidate = made.candidate
+    if made.doubted is not None:
+        found.append(_quote(made.doubted.statement, "fact"))
     if candidate is not None:
         found.append(_quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade"))
         found += [_quote(each, "fact") for each in candidate.chain if each is not candidate.statement][:3]
