@@ -265,6 +265,8 @@ class _Attempt:
             "supervisor_lost": self._recordings.lost() if not ended else None,
             "log_says_done": log.ended_well if log else False,
             "observed": bool(self._processes),
+            "stepless": any(info.torch for info in infos)
+            and not (any(each.step for each in standings.values() if each is not None) or (log and log.losses)),
             "alive": [info.pid for info in infos if process_lives(info.pid, info.ticks)],
             "steps": standing.step if standing else None,
             "phase": _phase(standing),

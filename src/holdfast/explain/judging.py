@@ -98,6 +98,9 @@ def _doubt(facts: Facts, end: End, candidates: Sequence[Candidate]) -> tuple[str
     killed = next((each for each in candidates if _tells_of_a_kill(each)), None)
     if killed is not None:
         return f"but it says: {next(quoted(killed.statement, most_lines=1), killed.signature.title)}", killed
+    raised = next((each for each in candidates if _tells_of_an_error(each)), None)
+    if facts.extra.get("stepless") and raised is not None:
+        return "but no step was made", raised
     if facts.extra.get("observed") is not None or facts.extra.get("log_says_done") or facts.extra.get("losses"):
         return "and nothing of it was observed" if unobserved(facts) else "", None
     return "and nothing that it printed says how it went", None
@@ -108,6 +111,12 @@ def _tells_of_a_kill(candidate: Candidate) -> bool:
     signature = candidate.signature
     of_kills = signature.family in _OF_KILLS or signature.id == endings.BUS_ERROR
     return signature.role == "root" and candidate.tier == _OTHER_LINE and of_kills
+
+
+def _tells_of_an_error(candidate: Candidate) -> bool:
+    """Return whether it is an exception, or a known line that is no warning."""
+    statement = candidate.statement
+    return statement.kind == "exception" or (not statement.logged and candidate.signature.id != endings.ERROR_LINE)
 
 
 def _of_class(chosen: _Chosen) -> float:
