@@ -121,11 +121,11 @@ def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
 
 def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     """Print a verdict for people; nothing in it is taken for markup or for commands of the terminal."""
-    well, for_nothing = verdict.family == "ended well", verdict.fix == WELL.fix
-    colour = "yellow" if verdict.family == "unknown" or (well and not for_nothing) else "green" if well else "red"
+    well, nothing_to_do = verdict.family == "ended well", verdict.fix == WELL.fix
+    colour = "yellow" if verdict.family == "unknown" or (well and not nothing_to_do) else "green" if well else "red"
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
     out.print(Text.assemble((title, f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"))
-    if not (well and for_nothing):  # for whoever reads no further: one line of evidence, and one to act on
+    if not (well and nothing_to_do):  # for whoever reads no further: one line of evidence, and one to act on
         for exhibit in [each for each in verdict.evidence if not well or each.source != "exit status"][:1]:
             line = exhibit.text.partition("\n")[0]
             words = verdict.where if line.startswith(verdict.title.removesuffix("...")) else line

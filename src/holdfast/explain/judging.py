@@ -85,10 +85,7 @@ def judge(facts: Facts) -> Verdict:
 
 
 def _doubt(facts: Facts, end: End, candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
-    """Return what speaks against a good end that only an exit status of 0 or its last words state.
-
-    For a title, and the candidate that says so, if one does.
-    """
+    """Return what speaks against a good end, for a title, and the candidate that says so, if one does."""
     if facts.lost is not None:
         return f"but {facts.lost.sentence()}", None
     if end.status != 0:
@@ -98,9 +95,11 @@ def _doubt(facts: Facts, end: End, candidates: Sequence[Candidate]) -> tuple[str
     killed = next((each for each in candidates if _tells_of_a_kill(each)), None)
     if killed is not None:
         return f"but it says: {next(quoted(killed.statement, most_lines=1), killed.signature.title)}", killed
-    raised = next((each for each in candidates if _tells_of_an_error(each)), None)
-    if facts.extra.get("stepless") and raised is not None:
-        return "but no step was made", raised
+    # An exception, or a known line that is no warning.
+    told = [each for each in candidates if not each.statement.logged and each.signature.id != endings.ERROR_LINE]
+    told = [each for each in candidates if each.statement.kind == "exception"] or told
+    if facts.extra.get("stepless") and told:
+        return "but no step was made", told[0]
     if facts.extra.get("observed") is not None or facts.extra.get("log_says_done") or facts.extra.get("losses"):
         return "and nothing of it was observed" if unobserved(facts) else "", None
     return "and nothing that it printed says how it went", None
@@ -108,15 +107,8 @@ def _doubt(facts: Facts, end: End, candidates: Sequence[Candidate]) -> tuple[str
 
 def _tells_of_a_kill(candidate: Candidate) -> bool:
     """Return whether it is a line, not followed by progress, of what no process survives."""
-    signature = candidate.signature
-    of_kills = signature.family in _OF_KILLS or signature.id == endings.BUS_ERROR
-    return signature.role == "root" and candidate.tier == _OTHER_LINE and of_kills
-
-
-def _tells_of_an_error(candidate: Candidate) -> bool:
-    """Return whether it is an exception, or a known line that is no warning."""
-    statement = candidate.statement
-    return statement.kind == "exception" or (not statement.logged and candidate.signature.id != endings.ERROR_LINE)
+    kills = candidate.signature.family in _OF_KILLS or candidate.signature.id == endings.BUS_ERROR
+    return kills and candidate.tier == _OTHER_LINE and candidate.signature.role == "root"
 
 
 def _of_class(chosen: _Chosen) -> float:

@@ -46,7 +46,7 @@ class End:
     why: str = ""  # short words for the summary
     exhibits: tuple[Exhibit, ...] = ()  # what it rests on
     hang: Event | None = None  # the event of the hang that was ended, or None
-    asked: float | None = None  # when the user asked it to end, or None
+    asked: float | None = None  # when the user, or the end of another host, asked it to end, or None
     first_rank: int | None = None  # that a launcher saw fail first, or None
 
     @property
@@ -80,6 +80,9 @@ def find_end(facts: Facts) -> End:
         )
         if hang is not None:
             end = _of_hang(end, hang)
+        elif not asked and (there := next((each for each in facts.events if each.kind == "ended_elsewhere"), None)):
+            why = f"another host has ended the attempt ({there.data.get('why')})"
+            end = replace(end, cause=endings.ELSEWHERE, confidence=0.9, why=why, asked=there.unix_seconds)
         else:
             cause, confidence, why = _of_status(status, kills, facts, _ended_by(status, command, first_rank))
             end = replace(end, cause=cause, confidence=confidence, why=why)
