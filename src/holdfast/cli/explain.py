@@ -127,7 +127,8 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     out.print(Text.assemble((title, f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"))
     if not (well and nothing_to_do):  # for whoever reads no further: one line of evidence, and one to act on
         for exhibit in [each for each in verdict.evidence if not well or each.source != "exit status"][:1]:
-            line = exhibit.text.partition("\n")[0]
+            line, *more = exhibit.text.split("\n")
+            line += f" {more[0].strip()}" if more and line.endswith(":") else ""
             words = verdict.where if line.startswith(verdict.title.removesuffix("...")) else line
             out.print(Text(f"Seen: {words} ({exhibit.source})" if words else f"Seen: {exhibit.source}"))
         sentence = _SENTENCE_END.split(verdict.fix, maxsplit=1)[0]

@@ -81,6 +81,17 @@ def test_what_to_do_is_a_sentence_that_is_cut_at_a_word():
         assert shown in out.export_text().splitlines()
 
 
+def test_what_was_seen_goes_on_after_a_colon(tmp_path):
+    """Of a state dict with other keys the first of them are shown, not only that there are some."""
+    path = tmp_path / "a.log"
+    missing = 'Missing key(s) in state_dict: "3.weight", "3.bias".'
+    head = "RuntimeError: Error(s) in loading state_dict for Net:"
+    path.write_text(LOG.replace(f"RuntimeError: {SHAPES}", f"{head}\n\t{missing} "))
+    shown = call(path).output
+    assert f"Seen: {head} {missing} (a.log:4)" in " ".join(shown.split())
+    assert "the model has more layers than the checkpoint" in " ".join(shown.split())
+
+
 def test_standard_input_is_a_log():
     """``-`` reads a log from a pipe."""
     assert call("-", stdin=LOG).exit_code == WRONG_SHAPE
