@@ -33,6 +33,7 @@ from holdfast.explain.wording import Judgement, in_words
 
 _OTHER_LINE = 3
 _IN_DOUBT = 0.7  # at most, of a good end that something speaks against
+_OF_A_CURVE = "Look at the curve of the loss. Where it diverged, lower the learning rate."
 _OF_KILLS = frozenset({"preempted", "host out of memory", "crash"})
 """Families whose lines a process does not survive, whatever the log says of being done."""
 _LEAST_SHOWN = 0.02  # confidence below which another cause is not worth a line
@@ -67,7 +68,9 @@ def judge(facts: Facts) -> Verdict:
     confirmations = [each for each in candidates if each.signature.role == "confirmation"]
     doubt, doubted = _doubt(facts, end, [*roots, *cascades]) if chosen.signature is WELL else ("", None)
     if doubt:
-        chosen = replace(chosen, confidence=min(chosen.confidence, _IN_DOUBT))
+        fix = doubted.signature.fix if doubted is not None else _OF_A_CURVE if facts.lost is not None else WELL.fix
+        sure = min(chosen.confidence, _IN_DOUBT)
+        chosen = replace(chosen, signature=replace(WELL, fix=fix), confidence=sure)
     return in_words(
         Judgement(
             facts=facts,
@@ -279,9 +282,8 @@ def _runner_up(
         found.append((all_signatures()[endings.KILLED_UNCOUNTED], left))
     if any("NVRM: Xid" in each.text for each in facts.statements) and chosen.signature.family != "hardware":
         found.append((all_signatures()[endings.XID], left * 0.95))
-    if (
-        facts.lost is not None and facts.lost.exploded and chosen.signature.family != "numerics"
-    ):  # printed before an exception of the user's code
+    # Printed before an exception of the user's code.
+    if facts.lost is not None and facts.lost.exploded and chosen.signature.family != "numerics":
         found.append((all_signatures()[endings.TRAINING_LOST], left * 0.9))
     if end.cause is not None and end.cause != endings.STATUS_ONLY:
         found.append((all_signatures()[end.cause], end.confidence * 0.5))

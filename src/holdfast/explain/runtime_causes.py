@@ -72,12 +72,8 @@ def find_end(facts: Facts) -> End:
     else:
         first_rank = child.rank if child is not None else None
         asked = [event.unix_seconds for event in facts.events if event.kind == "signal"]
-        end = End(
-            status=status,
-            hang=hang,
-            asked=asked[0] if asked and facts.extra.get("asked_by") is not None else None,
-            first_rank=first_rank,
-        )
+        by_user = asked[0] if asked and facts.extra.get("asked_by") is not None else None
+        end = End(status=status, hang=hang, asked=by_user, first_rank=first_rank)
         if hang is not None:
             end = _of_hang(end, hang)
         elif not asked and (there := next((each for each in facts.events if each.kind == "ended_elsewhere"), None)):
@@ -108,13 +104,8 @@ def _without_status(facts: Facts) -> End:
         return End(cause=endings.STILL_RUNNING, confidence=0.95, why="it is still running", exhibits=(living,))
     if isinstance(lost, dict):
         left = f"left when it was killed: {len(lost.get('killed') or ())} processes"
-        return End(
-            cause=endings.SUPERVISOR_LOST,
-            confidence=0.95,
-            why="the supervisor was killed",
-            exhibits=(Exhibit(text=left, source=LOST_FILE),),
-            asked=_lost_at(lost),
-        )
+        end = End(cause=endings.SUPERVISOR_LOST, confidence=0.95, why="the supervisor was killed")
+        return replace(end, exhibits=(Exhibit(text=left, source=LOST_FILE),), asked=_lost_at(lost))
     if isinstance(closed, dict):
         return _unless_lost(_guard_closed(str(closed.get("how")), str(closed.get("reason"))), facts)
     if facts.extra.get("log_says_done"):

@@ -170,13 +170,8 @@ def _fix(made: Judgement) -> str:
     well = made.signature.id == endings.ENDED_WELL
     leak = remarks.newest_leak(made.facts) if well else _leak(made)
     place = remarks.leak_place(leak) if leak is not None else ""
-    if not place and well:
-        of_doubt = made.doubted.signature.fix if made.doubted is not None else ""
-        if made.doubt and made.facts.lost is not None:
-            of_doubt = "Look at the curve of the loss. Where it diverged, lower the learning rate."
-        return remarks.fix_of_training(made.facts) or of_doubt or made.signature.fix
     if not place:
-        return made.signature.fix
+        return (remarks.fix_of_training(made.facts) if well else "") or made.signature.fix
     rest = "A longer run would end for want of memory." if well else made.signature.fix
     return f"Look first at {place}, where memory is kept from step to step. {rest}"
 

@@ -73,12 +73,8 @@ def is_progress(text: str) -> bool:
 
 
 def goes_on(text: str) -> bool:
-    """Return whether a line shows that the run went on, or saved; no bar, which is drawn once more as it is left.
-
-    Nor a logger or a tracker that closes, which it does after a failure too.
-    """
-    lowered = text.lower()
-    saved = _SAVED.search(text, lowered) is not None and _OF_A_LOGGER.search(text, lowered) is None
+    """Return whether a line shows that the run went on, or saved; no bar or tracker that a failure closes too."""
+    saved = _SAVED.search(text, text.lower()) is not None and _OF_A_LOGGER.search(text, text.lower()) is None
     return saved or (is_progress(text) and not is_progress_bar(text))
 
 

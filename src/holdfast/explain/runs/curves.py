@@ -31,8 +31,7 @@ _EXPLODED = 1e6
 _FAR = 100.0
 """Rise of the last losses over the first that is worth a word: single ones of healthy runs rise 40-fold."""
 _RISEN, _LEAST_RISEN = 10.0, 0.1
-"""The same of a loss that stays up, and what losses below count as: no healthy one of 92 programs, among them GANs,
-reinforcement learning and curricula, rose more than 2-fold so."""
+"""The same of one that stays up, and what losses below count as: those of 91 healthy programs rose 2-fold at most."""
 _LEAST_LEVEL = 1.0
 """Losses below count as this: one that begins at 0 has no scale of its own."""
 _BLOCK = 10
@@ -131,8 +130,7 @@ def find_doubt(points: Sequence[Point], *, log: str = "") -> Lost | None:
     first, last = max(blocks[0]), statistics.median(value for _, value in points[-share:])
     quarter = min(value for _, value in points[-max(len(points) // 4, _FEWEST) :])
     stays = quarter > _RISEN * max(min(map(statistics.median, blocks)), _LEAST_RISEN)
-    far = last >= _FAR * max(first, _LEAST_LEVEL)
-    if not far and not (stays and last > _RISEN * max(first, _LEAST_RISEN)):
+    if last < _FAR * max(first, _LEAST_LEVEL) and not (stays and last > _RISEN * max(first, _LEAST_RISEN)):
         return None
     return Lost(what="loss", since=points[-share][0], rose=(first, last), exploded=False, log=log)
 
