@@ -207,7 +207,7 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
     chain: list[Statement] = []
     for statement in statements:
         chain.append(statement)
-        if not statement.cause:
+        if not statement.cause or statement.kind == "line":  # only exceptions lead to others
             found.append(tuple(chain))
             chain = []
     return found + ([tuple(chain)] if chain else [])
@@ -276,7 +276,7 @@ def _of_line(statement: Statement) -> Candidate | None:
     fitting = [match.signature for match in match_all(statement)]
     if not fitting:
         return None
-    tier = CAUGHT if statement.fatal is False or statement.logged else 3
+    tier = CAUGHT if statement.fatal is False or (statement.logged and not statement.fatal) else 3
     if tier == 3 and (fitting[0].rank <= _LOUD_RANK or statement.fatal):
         tier = 1
     return _candidate(fitting[0], statement, tier, (statement,), tuple(fitting[1:]))
