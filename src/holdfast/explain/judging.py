@@ -33,6 +33,7 @@ from holdfast.explain.wording import Judgement, in_words
 
 _OTHER_LINE = 3
 _IN_DOUBT = 0.7  # at most, of a good end that something speaks against
+_LEFT_OUT = 2  # lines of an error, as of a sample that is left out, that are no matter where no step was to be made
 _OF_A_CURVE = "Look at the curve of the loss. Where it diverged, lower the learning rate."
 _OF_KILLS = frozenset({"preempted", "host out of memory", "crash"})
 """Families whose lines a process does not survive, whatever the log says of being done."""
@@ -69,8 +70,7 @@ def judge(facts: Facts) -> Verdict:
     doubt, doubted = _doubt(facts, end, [*roots, *cascades]) if chosen.signature is WELL else ("", None)
     if doubt:
         fix = doubted.signature.fix if doubted is not None else _OF_A_CURVE if facts.lost is not None else WELL.fix
-        sure = min(chosen.confidence, _IN_DOUBT)
-        chosen = replace(chosen, signature=replace(WELL, fix=fix), confidence=sure)
+        chosen = replace(chosen, signature=replace(WELL, fix=fix), confidence=min(chosen.confidence, _IN_DOUBT))
     return in_words(
         Judgement(
             facts=facts,
@@ -98,9 +98,9 @@ def _doubt(facts: Facts, end: End, candidates: Sequence[Candidate]) -> tuple[str
     killed = next((each for each in candidates if _tells_of_a_kill(each)), None)
     if killed is not None:
         return f"but it says: {next(quoted(killed.statement, most_lines=1), killed.signature.title)}", killed
-    # An exception, or a known line that is no warning.
-    told = [each for each in candidates if not each.statement.logged and each.signature.id != endings.ERROR_LINE]
-    told = [each for each in candidates if each.statement.kind == "exception"] or told
+    known = [one for one in candidates if one.signature.family != "loader" and one.signature.id != endings.ERROR_LINE]
+    lines = [each for each in known if not each.statement.logged]
+    told = [each for each in known if each.statement.kind == "exception"] or lines[_LEFT_OUT:]
     if facts.extra.get("stepless") and told:
         return "but no step was made", told[0]
     if facts.extra.get("observed") is not None or facts.extra.get("log_says_done") or facts.extra.get("losses"):

@@ -120,7 +120,9 @@ def event(kind: str, /, **data: Any) -> Event:
     ("version", "steps", "said", "title"),
     [
         ("2.9", 0, traceback_of(SHAPES), "ended with status 0, but no step was made"),
-        ("2.9", 0, f"batch 1 left out: {SHAPES}\n", "ended with status 0, but no step was made"),
+        ("2.9", 0, f"batch 1 left out: {SHAPES}\n" * 3, "ended with status 0, but no step was made"),
+        ("2.9", 0, f"left out: {SHAPES}\n", "ended well"),
+        ("2.9", 0, "skipped: cannot identify image file 'a.jpg'\n" * 9, "ended well"),
         ("2.9", 3, traceback_of(SHAPES), "ended well"),
         ("2.9", 0, "wrote 100 samples\n", "ended well"),
         (None, 0, traceback_of(SHAPES), "ended well"),
