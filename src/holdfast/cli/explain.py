@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,12 +18,14 @@ from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
 from holdfast.explain.rules import catalogue, find_rule
+from holdfast.explain.signatures import WELL
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.verdicts import how_sure
 
 _RULE = re.compile(r"[Hh]\d{3,4}")
-_SENTENCE_END = re.compile(r"(?<=[.:;]) ")
+_SENTENCE_END = re.compile(r"(?<=\.)\s")
+_MOST_TO_DO = 160  # characters of the line that says what to do
 _LIKE_A_RULE = re.compile(r"[Hh]?\d[\w-]{0,8}|[Hh]\w{0,8}")
 
 
@@ -120,15 +123,18 @@ def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
 
 def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     """Print a verdict for people; nothing in it is taken for markup or for commands of the terminal."""
-    colour = "green" if verdict.family == "ended well" else "yellow" if verdict.family == "unknown" else "red"
+    well, nothing_to_do = verdict.family == "ended well", verdict.fix == WELL.fix
+    colour = "yellow" if verdict.family == "unknown" or (well and not nothing_to_do) else "green" if well else "red"
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
     out.print(Text.assemble((title, f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"))
-    if verdict.family != "ended well":  # for whoever reads no further: one line of evidence, and one to act on
-        for exhibit in verdict.evidence[:1]:
-            line = exhibit.text.partition("\n")[0]
+    if not (well and nothing_to_do):  # for whoever reads no further: one line of evidence, and one to act on
+        for exhibit in [each for each in verdict.evidence if not well or each.source != "exit status"][:1]:
+            line, *more = exhibit.text.split("\n")
+            line += f" {more[0].strip()}" if more and line.endswith(":") else ""
             words = verdict.where if line.startswith(verdict.title.removesuffix("...")) else line
             out.print(Text(f"Seen: {words} ({exhibit.source})" if words else f"Seen: {exhibit.source}"))
-        out.print(Text(f"Do: {_SENTENCE_END.split(verdict.fix, maxsplit=1)[0]}"))
+        sentence = _SENTENCE_END.split(verdict.fix, maxsplit=1)[0]
+        out.print(Text(f"Do: {textwrap.shorten(sentence, _MOST_TO_DO, placeholder=' ...')}"))
     sure = how_sure(verdict)
     out.print(Text(f"{sure}{', ' if sure else ''}from {sanitise(source)}", style="dim"))
     _section(out, "What happened", [verdict.summary])

@@ -31,7 +31,7 @@ from holdfast.explain.runs.statements import (
 from holdfast.recorder.progress import Phase, Standing
 from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, process_lives
 
-NO_STATUS = "no exit status: only a log"
+NO_STATUS = "no exit status: only a log (`--status 0`, or the one that it ended with, makes it surer)"
 _CHUNK = 1 << 20
 _PACKED = (b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\xfd7zX", b"BZh")  # gzip, zstd, zip, xz, bzip2
 _MOST_LAST = 300
@@ -265,6 +265,8 @@ class _Attempt:
             "supervisor_lost": self._recordings.lost() if not ended else None,
             "log_says_done": log.ended_well if log else False,
             "observed": bool(self._processes),
+            "stepless": any(info.torch for info in infos)
+            and not (any(each.step for each in standings.values() if each is not None) or (log and log.losses)),
             "alive": [info.pid for info in infos if process_lives(info.pid, info.ticks)],
             "steps": standing.step if standing else None,
             "phase": _phase(standing),

@@ -33,6 +33,8 @@ from holdfast.explain.wording import Judgement, in_words
 
 _OTHER_LINE = 3
 _IN_DOUBT = 0.7  # at most, of a good end that something speaks against
+_LEFT_OUT = 2  # lines of an error, as of a sample that is left out, that are no matter where no step was to be made
+_OF_A_CURVE = "Look at the curve of the loss. Where it diverged, lower the learning rate."
 _OF_KILLS = frozenset({"preempted", "host out of memory", "crash"})
 """Families whose lines a process does not survive, whatever the log says of being done."""
 _LEAST_SHOWN = 0.02  # confidence below which another cause is not worth a line
@@ -65,13 +67,15 @@ def judge(facts: Facts) -> Verdict:
     cascades = in_order((each for each in candidates if each.signature.role == "cascade"), first_rank=end.first_rank)
     chosen = _as_counted(facts, _because_of_a_leak(facts, _choose(facts, end, roots, cascades)))
     confirmations = [each for each in candidates if each.signature.role == "confirmation"]
-    doubt = _doubt(facts, end, roots) if chosen.signature is WELL else ""
+    doubt, doubted = _doubt(facts, end, [*roots, *cascades]) if chosen.signature is WELL else ("", None)
     if doubt:
-        chosen = replace(chosen, confidence=min(chosen.confidence, _IN_DOUBT))
+        fix = doubted.signature.fix if doubted is not None else _OF_A_CURVE if facts.lost is not None else WELL.fix
+        chosen = replace(chosen, signature=replace(WELL, fix=fix), confidence=min(chosen.confidence, _IN_DOUBT))
     return in_words(
         Judgement(
             facts=facts,
             doubt=doubt,
+            doubted=doubted,
             end=end,
             signature=chosen.signature,
             confidence=round(min(max(chosen.confidence, 0.0), 0.99), 2),
@@ -83,20 +87,31 @@ def judge(facts: Facts) -> Verdict:
     )
 
 
-def _doubt(facts: Facts, end: End, roots: Sequence[Candidate]) -> str:
-    """Return what speaks against a good end that only an exit status of 0 or its last words state, for a title."""
+def _doubt(facts: Facts, end: End, candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
+    """Return what speaks against a good end, for a title, and the candidate that says so, if one does."""
     if facts.lost is not None:
-        return f"but {facts.lost.sentence()}"
+        return f"but {facts.lost.sentence()}", None
     if end.status != 0:
-        return ""
-    if last_words(facts) is not None:
-        return "but its last words are a traceback"
-    killed = next((each for each in roots if each.tier == _OTHER_LINE and each.signature.family in _OF_KILLS), None)
+        return "", None
+    if (last := last_words(facts)) is not None:
+        return "but its last words are a traceback", next((each for each in candidates if last in each.chain), None)
+    killed = next((each for each in candidates if _tells_of_a_kill(each)), None)
     if killed is not None:
-        return f"but it says: {next(quoted(killed.statement, most_lines=1), killed.signature.title)}"
+        return f"but it says: {next(quoted(killed.statement, most_lines=1), killed.signature.title)}", killed
+    known = [one for one in candidates if one.signature.family != "loader" and one.signature.id != endings.ERROR_LINE]
+    lines = [each for each in known if not each.statement.logged]
+    told = [each for each in known if each.statement.kind == "exception"] or lines[_LEFT_OUT:]
+    if facts.extra.get("stepless") and told:
+        return "but no step was made", told[0]
     if facts.extra.get("observed") is not None or facts.extra.get("log_says_done") or facts.extra.get("losses"):
-        return "and nothing of it was observed" if unobserved(facts) else ""
-    return "and nothing that it printed says how it went"
+        return "and nothing of it was observed" if unobserved(facts) else "", None
+    return "and nothing that it printed says how it went", None
+
+
+def _tells_of_a_kill(candidate: Candidate) -> bool:
+    """Return whether it is a line, not followed by progress, of what no process survives."""
+    kills = candidate.signature.family in _OF_KILLS or candidate.signature.id == endings.BUS_ERROR
+    return kills and candidate.tier == _OTHER_LINE and candidate.signature.role == "root"
 
 
 def _of_class(chosen: _Chosen) -> float:
@@ -195,11 +210,7 @@ def _failed_before(root: Candidate | None, began: float) -> bool:
 
 def _ends_badly(*groups: Sequence[Candidate]) -> bool:
     """Return whether something was raised after which nothing went on, although the log says that it is done."""
-    return any(
-        each.tier <= 1 or (each.tier == _OTHER_LINE and each.signature.family in _OF_KILLS)
-        for group in groups
-        for each in group
-    )
+    return any(each.tier <= 1 or _tells_of_a_kill(each) for group in groups for each in group)
 
 
 def _killed_for_memory(facts: Facts, end: End) -> bool:
@@ -271,9 +282,8 @@ def _runner_up(
         found.append((all_signatures()[endings.KILLED_UNCOUNTED], left))
     if any("NVRM: Xid" in each.text for each in facts.statements) and chosen.signature.family != "hardware":
         found.append((all_signatures()[endings.XID], left * 0.95))
-    if (
-        facts.lost is not None and facts.lost.exploded and chosen.signature.family != "numerics"
-    ):  # printed before an exception of the user's code
+    # Printed before an exception of the user's code.
+    if facts.lost is not None and facts.lost.exploded and chosen.signature.family != "numerics":
         found.append((all_signatures()[endings.TRAINING_LOST], left * 0.9))
     if end.cause is not None and end.cause != endings.STATUS_ONLY:
         found.append((all_signatures()[end.cause], end.confidence * 0.5))

@@ -46,7 +46,7 @@ class End:
     why: str = ""  # short words for the summary
     exhibits: tuple[Exhibit, ...] = ()  # what it rests on
     hang: Event | None = None  # the event of the hang that was ended, or None
-    asked: float | None = None  # when the user asked it to end, or None
+    asked: float | None = None  # when the user, or the end of another host, asked it to end, or None
     first_rank: int | None = None  # that a launcher saw fail first, or None
 
     @property
@@ -72,14 +72,13 @@ def find_end(facts: Facts) -> End:
     else:
         first_rank = child.rank if child is not None else None
         asked = [event.unix_seconds for event in facts.events if event.kind == "signal"]
-        end = End(
-            status=status,
-            hang=hang,
-            asked=asked[0] if asked and facts.extra.get("asked_by") is not None else None,
-            first_rank=first_rank,
-        )
+        by_user = asked[0] if asked and facts.extra.get("asked_by") is not None else None
+        end = End(status=status, hang=hang, asked=by_user, first_rank=first_rank)
         if hang is not None:
             end = _of_hang(end, hang)
+        elif not asked and (there := next((each for each in facts.events if each.kind == "ended_elsewhere"), None)):
+            why = f"another host has ended the attempt ({there.data.get('why')})"
+            end = replace(end, cause=endings.ELSEWHERE, confidence=0.9, why=why, asked=there.unix_seconds)
         else:
             cause, confidence, why = _of_status(status, kills, facts, _ended_by(status, command, first_rank))
             end = replace(end, cause=cause, confidence=confidence, why=why)
@@ -105,13 +104,8 @@ def _without_status(facts: Facts) -> End:
         return End(cause=endings.STILL_RUNNING, confidence=0.95, why="it is still running", exhibits=(living,))
     if isinstance(lost, dict):
         left = f"left when it was killed: {len(lost.get('killed') or ())} processes"
-        return End(
-            cause=endings.SUPERVISOR_LOST,
-            confidence=0.95,
-            why="the supervisor was killed",
-            exhibits=(Exhibit(text=left, source=LOST_FILE),),
-            asked=_lost_at(lost),
-        )
+        end = End(cause=endings.SUPERVISOR_LOST, confidence=0.95, why="the supervisor was killed")
+        return replace(end, exhibits=(Exhibit(text=left, source=LOST_FILE),), asked=_lost_at(lost))
     if isinstance(closed, dict):
         return _unless_lost(_guard_closed(str(closed.get("how")), str(closed.get("reason"))), facts)
     if facts.extra.get("log_says_done"):

@@ -21,9 +21,10 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Literal, NamedTuple
 
-from holdfast.explain.evidence import Facts, Statement, is_own_code
+from holdfast.explain.evidence import Facts, Frame, Statement, is_own_code
 from holdfast.explain.logs.progress import is_progress
 from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.rules import all_rules
@@ -68,6 +69,7 @@ _COUNTS = re.compile(  # errors, or is data
 _WARNED = re.compile(r"\bWARN(?:ING)?\b")
 _NO_CUDA = re.compile(r"Warning: CUDA initialization: ")  # all that torch says of it, before it goes on without
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
+_NAMED_FILE = re.compile(r"\bcannot import name .{1,300}\(([^()]{1,300}\.py)\)|\bconsider renaming '([^']+)' since")
 Grounds = Literal["own words", "signature", "symptom", "cascade", "words", "type", "open words", "line", "open line"]
 """What a candidate rests on: an error of holdfast, which says what was found; a signature; one of a family whose
 failures mostly have their cause elsewhere; what follows from a failure elsewhere; the words of an exception that no
@@ -205,7 +207,7 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
     chain: list[Statement] = []
     for statement in statements:
         chain.append(statement)
-        if not statement.cause:
+        if not statement.cause or statement.kind == "line":  # only exceptions lead to others
             found.append(tuple(chain))
             chain = []
     return found + ([tuple(chain)] if chain else [])
@@ -216,6 +218,10 @@ def _of_chain(chain: tuple[Statement, ...]) -> Candidate | None:
     matches = [match_all(statement) for statement in chain]
     best = [(index, fitting[0].signature) for index, fitting in enumerate(matches) if fitting]
     tier = _tier_of_exception(chain[-1])
+    for each in chain:
+        if file := _shadowing(each):
+            known = all_signatures()[endings.SHADOWED]
+            return _candidate(replace(known, title=f"{known.title}: {PurePath(file).name}"), each, tier, chain)
 
     def key(pair: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = pair
@@ -234,6 +240,19 @@ def _of_chain(chain: tuple[Statement, ...]) -> Candidate | None:
     if first is None:
         return None
     return _candidate(_unknown(chain[first]), chain[first], tier, chain)
+
+
+def _shadowing(raised: Statement) -> str:
+    """Return the user's file, beside the script, that an import found in place of another module; empty: none."""
+    frames = [each for each in raised.frames if each.file[:1] != "<"]
+    if (named := _NAMED_FILE.search(raised.text)) is not None:
+        frames.append(Frame(file=named[1] or named[2], line=0, function="<module>"))
+    for above, below in itertools.pairwise(frames):
+        beside = PurePath(below.file).parent == PurePath(frames[0].file).parent and is_own_code(below)
+        imports = above.function == below.function == "<module>"
+        if beside and imports and (above.file == below.file or not is_own_code(above)):
+            return below.file
+    return ""
 
 
 def _unknown(statement: Statement) -> Signature:
@@ -257,7 +276,7 @@ def _of_line(statement: Statement) -> Candidate | None:
     fitting = [match.signature for match in match_all(statement)]
     if not fitting:
         return None
-    tier = CAUGHT if statement.fatal is False or statement.logged else 3
+    tier = CAUGHT if statement.fatal is False or (statement.logged and not statement.fatal) else 3
     if tier == 3 and (fitting[0].rank <= _LOUD_RANK or statement.fatal):
         tier = 1
     return _candidate(fitting[0], statement, tier, (statement,), tuple(fitting[1:]))

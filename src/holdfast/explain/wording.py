@@ -40,6 +40,7 @@ class Judgement:
     candidates: tuple[Candidate, ...]  # all of them
     runner_up: tuple[str, str, float] | None  # as `Verdict.runner_up`
     doubt: str = ""  # what speaks against a good end, for the title
+    doubted: Candidate | None = None  # what says so, or None
 
 
 def in_words(made: Judgement) -> Verdict:
@@ -183,6 +184,8 @@ def _leak(made: Judgement) -> Event | None:
 def _exhibits(made: Judgement) -> Iterator[Exhibit]:
     found: list[Exhibit] = []
     candidate = made.candidate
+    if made.doubted is not None:
+        found.append(_quote(made.doubted.statement, "fact"))
     if candidate is not None:
         found.append(_quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade"))
         found += [_quote(each, "fact") for each in candidate.chain if each is not candidate.statement][:3]

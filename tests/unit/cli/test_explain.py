@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -58,6 +59,37 @@ def test_a_status_that_is_known_changes_the_verdict(log):
     """--status 0 makes everything before it history."""
     assert call(log, "--status", 0).exit_code == 0
     assert "ended well" in call(log, "--status", 0).output
+
+
+def test_a_status_of_0_hides_no_failure_that_was_printed_last(log):
+    """Whoever reads no further sees the exception and what to do about it, as a whole sentence of a line's length."""
+    lines = call(log, "--status", 0).output.splitlines()
+    assert lines[0].startswith("Ended with status 0, but its last words are a traceback")
+    assert lines[1] == f"Seen: RuntimeError: {SHAPES} (train.log:4)"
+    assert lines[2].startswith("Do: Print the shape right before the layer")
+    assert "Nothing is to be done" not in "\n".join(lines)
+
+
+def test_what_to_do_is_a_sentence_that_is_cut_at_a_word():
+    """A colon does not end it; what is too long for a line ends at a word."""
+    for fix, shown in (("Convert at the edge: `x.float()`. Then more.", "Do: Convert at the edge: `x.float()`."),
+                       ("word " * 50, "Do: " + "word " * 31 + "...")):  # fmt: skip
+        out = Console(record=True, width=300, file=io.StringIO())
+        print_verdict(
+            out, Verdict(cause="H965", family="device", title="t", summary="", fix=fix, confidence=0.5), "x"
+        )
+        assert shown in out.export_text().splitlines()
+
+
+def test_what_was_seen_goes_on_after_a_colon(tmp_path):
+    """Of a state dict with other keys the first of them are shown, not only that there are some."""
+    path = tmp_path / "a.log"
+    missing = 'Missing key(s) in state_dict: "3.weight", "3.bias".'
+    head = "RuntimeError: Error(s) in loading state_dict for Net:"
+    path.write_text(LOG.replace(f"RuntimeError: {SHAPES}", f"{head}\n\t{missing} "))
+    shown = call(path).output
+    assert f"Seen: {head} {missing} (a.log:4)" in " ".join(shown.split())
+    assert "the model has more layers than the checkpoint" in " ".join(shown.split())
 
 
 def test_standard_input_is_a_log():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.events.event import Event
@@ -192,6 +192,14 @@ DATA = st.dictionaries(st.sampled_from(KEYS), st.none() | st.text(max_size=5) | 
 EVENTS = st.builds(Event, kind=KINDS, global_step=st.just(1), unix_seconds=st.floats(0, 1e9), data=DATA)
 
 
+@example(
+    statements=[
+        Statement(text=TIMEOUT, source="a.log:1", cause=True),
+        Statement(text=SHAPES, source="a.log:1", fatal=True, logged=True),
+    ],
+    endings=[],
+    events=[],
+)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(STATEMENTS, max_size=6), st.lists(ENDINGS, max_size=3), st.lists(EVENTS, max_size=3))
 def test_any_facts_give_a_verdict(statements, endings, events):

@@ -116,6 +116,29 @@ def event(kind: str, /, **data: Any) -> Event:
     return Event(kind=kind, global_step=0, unix_seconds=10.0, data=data)
 
 
+@pytest.mark.parametrize(
+    ("version", "steps", "said", "title"),
+    [
+        ("2.9", 0, traceback_of(SHAPES), "ended with status 0, but no step was made"),
+        ("2.9", 0, f"batch 1 left out: {SHAPES}\n" * 3, "ended with status 0, but no step was made"),
+        ("2.9", 0, f"left out: {SHAPES}\n", "ended well"),
+        ("2.9", 0, "skipped: cannot identify image file 'a.jpg'\n" * 9, "ended well"),
+        ("2.9", 3, traceback_of(SHAPES), "ended well"),
+        ("2.9", 0, "wrote 100 samples\n", "ended well"),
+        (None, 0, traceback_of(SHAPES), "ended well"),
+    ],
+)
+def test_errors_that_were_caught_and_no_step_are_a_doubt(run, version, steps, said, title):
+    """A loop that leaves out every batch ends with status 0; a script that only prepares data does too."""
+    run.output(said + "all batches done, model saved\n")
+    run.process(7, torch=version, steps=steps)
+    run.supervisor(("attempt_started", {"attempt": 0}), ("process_ended", {"pid": 7, "status": 0}), ended(0))
+    verdict = judge(collect(run.path))
+    assert (verdict.cause, verdict.title) == ("H1601", title)
+    assert (SHAPES in verdict.evidence[0].text) == (title != "ended well")
+    assert ("in_features" in verdict.fix) == (title != "ended well")
+
+
 def test_an_exception_in_the_log_and_in_the_recording_is_one(run):
     """The statement has its place in the log, and rank, time, frames and fatality from the process."""
     run.output("step 1\n" + traceback_of(SHAPES))

@@ -22,12 +22,16 @@ _PROGRESS = QuickPattern(
 )
 _NO_PROGRESS = QuickPattern(r"wandb:|\b(?:error|exception|fail|abort|nan\b|stopp(?:ed|ing)|interrupt|resum)")
 _DONE = QuickPattern(
-    r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b.{0,20}\b(?:finished|completed?|done|ended well)\b"
+    r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b"
+    r"(?:(?!\b(?:epoch|step|iter|batch|fold|stage|phase)\w*\W{1,3}\d).){0,20}"
+    r"\b(?:finished|completed?|done|ended well)\b"
     r"|`Trainer\.fit` stopped: `max_|'train_runtime':|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b",
 )
 _SAVED = QuickPattern(r"\b(?:done|finished|completed?|saved|saving|written|wrote)\b")
+_OF_A_LOGGER = QuickPattern(r"wandb:|\blogs? .{0,20}\b(?:saved|written)\b|\b(?:saved|wrote|saving) (?:the )?logs?\b")
 _NOT_DONE = QuickPattern(
-    r"\b(?:not|never|unsuccessful\w*|fail\w*|errors?|abort\w*|crash\w*|killed|warm-?up)\b"
+    r"\b(?:not|never|false|unsuccessful\w*|fail\w*|errors?|abort\w*|crash\w*|killed|died|oom|nan|diverged"
+    r"|warm-?up|pre-?process\w*)\b"
     r"|\b(?:code|status|exit|rc)\W{0,3}(?:-|0*[1-9])",
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -69,8 +73,9 @@ def is_progress(text: str) -> bool:
 
 
 def goes_on(text: str) -> bool:
-    """Return whether a line shows that the run went on, or saved; no bar, which is drawn once more as it is left."""
-    return _SAVED.search(text, text.lower()) is not None or (is_progress(text) and not is_progress_bar(text))
+    """Return whether a line shows that the run went on, or saved; no bar or tracker that a failure closes too."""
+    saved = _SAVED.search(text, text.lower()) is not None and _OF_A_LOGGER.search(text, text.lower()) is None
+    return saved or (is_progress(text) and not is_progress_bar(text))
 
 
 class Pulse:

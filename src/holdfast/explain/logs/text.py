@@ -117,8 +117,12 @@ def _by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
 
 
 def _ended_well(lines: Sequence[CleanLine]) -> bool:
+    """Return whether one of the last lines says that all is done, after any traceback that may have ended it."""
     newest = [line.text for line in lines if line.text.strip()][-15:]
-    return any(is_end(text) for text in newest)
+    for before, text in zip(reversed(["", *newest[:-1]]), reversed(newest), strict=False):
+        if is_end(text) or (HEADER.search(text) and not _NOT_UNCAUGHT.search(before)):
+            return is_end(text)
+    return False
 
 
 def _bounded(statements: list[Statement]) -> list[Statement]:

@@ -30,6 +30,8 @@ _EXPLODED = 1e6
 """Rise of a loss that is no training any more. Manual loss scales reach 2**16, rewards that are not scaled 1e4."""
 _FAR = 100.0
 """Rise of the last losses over the first that is worth a word: single ones of healthy runs rise 40-fold."""
+_RISEN, _LEAST_RISEN = 10.0, 0.1
+"""The same of one that stays up, and what losses below count as: those of 91 healthy programs rose 2-fold at most."""
 _LEAST_LEVEL = 1.0
 """Losses below count as this: one that begins at 0 has no scale of its own."""
 _BLOCK = 10
@@ -119,13 +121,16 @@ def _exploded(points: Sequence[Point]) -> Lost | None:
 
 
 def find_doubt(points: Sequence[Point], *, log: str = "") -> Lost | None:
-    """Return a loss whose last tenth, by its median, lies far above the largest of its first."""
+    """Return a loss whose last tenth, by its median, lies far above the largest of its first, or stays above it."""
+    points = [(at, value) for at, value in points if math.isfinite(value)]
     if len(points) < _FEWEST + 1:
         return None
     share = max(len(points) // 10, 1)
-    first = max(abs(value) for _, value in points[:share])
-    last = statistics.median(value for _, value in points[-share:])
-    if not last >= _FAR * max(first, _LEAST_LEVEL) or math.isinf(last):
+    blocks = [[abs(value) for _, value in points[start : start + share]] for start in range(0, len(points), share)]
+    first, last = max(blocks[0]), statistics.median(value for _, value in points[-share:])
+    quarter = min(value for _, value in points[-max(len(points) // 4, _FEWEST) :])
+    stays = quarter > _RISEN * max(min(map(statistics.median, blocks)), _LEAST_RISEN)
+    if last < _FAR * max(first, _LEAST_LEVEL) and not (stays and last > _RISEN * max(first, _LEAST_RISEN)):
         return None
     return Lost(what="loss", since=points[-share][0], rose=(first, last), exploded=False, log=log)
 
