@@ -110,10 +110,9 @@ class Pulse:
         return max(by_form, self._words_after[last + 1])
 
     def only_ends(self, last: int) -> bool:
-        """Return whether all progress after a line, if there is any, is that all is done."""
-        after = range(last + 1, min(len(self._texts), last + 1 + _LOOKED_AT))
-        signs = [self._texts[i] for i in after if self._words_after[i] > self._words_after[i + 1]]
-        return len(signs) < _LOOKED_AT and all(is_end(text) for text in signs)
+        """Return whether all that goes on after a line, if anything does, is that all is done."""
+        after = self._texts[last + 1 : last + 1 + _LOOKED_AT]
+        return all(is_end(text) for text in after if goes_on(text) or is_progress_bar(text))
 
     def between(self, first: int, end: int) -> bool:
         """Return whether a line of progress stands from one index up to another."""

@@ -228,16 +228,17 @@ class _Process:
         before = self._lines[first - 1] if first else None
         logged = self._lines[first].level is not None or (before is not None and before.level in _ALOUD)
         outermost = raised.frames[0].function if raised.frames else ""
-        uncaught = outermost == "<module>" and not logged  # a shell script prints that it is done all the same
-        progress = 0 if uncaught and self._pulse.only_ends(after - 1) else self._pulse.after(after - 1)
+        at = self._after_line(raised.number, after) - 1
+        # A shell script prints that it is done all the same.
+        ended = outermost == "<module>" and not logged and self._pulse.only_ends(at)
+        progress = 0 if ended else self._pulse.after(after - 1)
         fatal = False if progress >= (1 if logged else _WENT_ON) else None
         waited = progress < _BUFFERED or not self._pulse.before(first)
         overtaken = fatal is False and waited and not logged and not self._done and outermost == "<module>"
         if (before and _NOT_UNCAUGHT.search(before.text)) or self._lines[first].level in _NOT_FATAL_LEVELS:
             fatal, overtaken = False, False
         chain = raised.from_the_root()
-        at = self._after_line(raised.number, after) - 1
-        last = bool(raised.frames) and fatal is None and (at > self._newest_sign or (uncaught and not progress))
+        last = bool(raised.frames) and fatal is None and (at > self._newest_sign or ended)
         return [
             Statement(
                 text=each.message[:_MOST_MESSAGE], kind="exception", exception=each.exception, frames=each.frames,
