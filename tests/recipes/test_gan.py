@@ -89,7 +89,7 @@ def live_tensors_after_steps(run_dir: Path, regularizer: str) -> list[tuple[int,
     return seen
 
 
-# What remains of the peak at most, as the README has it: how much scratch lies in it depends on the processor's kernels.
+# What remains of the peak at most, as the README has it: how much scratch it holds depends on the processor.
 # R1's gradient of a gradient keeps what was recomputed.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def live_tensors_after_steps(run_dir: Path, regularizer: str) -> list[tuple[int,
     [("spectral", {"generator": 0.66, "discriminator": 0.67}), ("r1", {"generator": 0.61, "discriminator": 0.82})],
 )
 def test_recomputed_blocks_lower_the_peak_and_change_nothing(tmp_path, regularizer, shares):
-    """With the blocks of both networks recomputed a step takes at most the memory that is said, bit for bit the same."""
+    """With the blocks of both networks recomputed a step takes at most the memory said, bit for bit the same."""
     peaks, ends = {}, []
     blocks = [f"{name}.blocks.{number}" for name in shares for number in range(4)]
     for recompute in (False, blocks):
