@@ -569,8 +569,8 @@ ODD = {2: 1, 3: 0, 4: 2}
 
 def of_ranks(case: str) -> tuple[str, int]:
     """Return the key in `RANKS` of a case such as "rank sleeps of 3", and the number of ranks; without one 2."""
-    name, _, size = case.partition(" of ")
-    return name, int(size or 2)
+    name, _, size = case.rpartition(" of ")
+    return (name, int(size)) if size.isdecimal() else (case, 2)  # not "socket/end of epoch"
 
 
 def train_ranks(strike: Callable[[], Any]) -> None:

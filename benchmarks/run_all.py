@@ -37,6 +37,7 @@ SCRIPTS = (
     "evals.not_learning.evaluate",
     "oom_recovery",
     "ranks",
+    "rank_peers",
     "integrations",
     "guided_attention",
     "recipes",
