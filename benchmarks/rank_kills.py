@@ -4,7 +4,8 @@ How: each schedule trains a small model on two or three ranks under ``torchrun``
 steps, once or twice, and is started again until it ends. Killed is one rank, all ranks at once, or the launcher. The
 launcher is always under ``holdfast run``, which starts it again; so are every second of the other schedules. In a
 third of the schedules the number of ranks changes at each start; the batch of all ranks together stays the same.
-A second kill comes 16 steps after the first or later: ``holdfast run`` takes one within 10 for the same again.
+A second kill comes 16 steps after what the first had let be made, or later: ``holdfast run`` takes one within 10 for
+the same again.
 
 The model has dropout where the number of ranks stays, samples are augmented at random, and each epoch is shuffled.
 Compared are the weights at the end with those of an undisturbed run: every bit where the number of ranks stays, else
@@ -29,9 +30,9 @@ from typing import Any
 
 from benchmarks.results_file import Result, read_options
 
-_BATCH, _SAMPLES, _EPOCHS, _WIDTH = 12, 96, 6, 16
+_BATCH, _SAMPLES, _EPOCHS, _WIDTH = 12, 96, 8, 16
 _STEPS = _EPOCHS * _SAMPLES // _BATCH
-_LIMIT_SECONDS = 90.0
+_LIMIT_SECONDS, _APART = 90.0, 16
 _ROOT = Path(__file__).parents[1]
 _BIN = Path(sys.executable).parent
 _VICTIMS = ("one rank", "all ranks", "launcher")
@@ -159,14 +160,19 @@ def play(schedule: Schedule, folder: Path, seed: int) -> Outcome:
 
     chance, outcome = random.Random(seed), Outcome(schedule)
     process: subprocess.Popen[bytes] | None = None
+    reached = 0  # by ranks that went on for a moment when the launcher was killed
     for number, world_size in enumerate(schedule.worlds):
         if process is None:
             process = start(schedule, folder, world_size)
         until = time.monotonic() + _LIMIT_SECONDS
         at = schedule.kills[number] if number < len(schedule.kills) else None
+        has_begun = False
         while process.poll() is None and time.monotonic() < until:
-            everyone = all((folder / f"pid{rank}").exists() for rank in range(world_size))
-            if at is not None and everyone and read_number(folder / "step") >= at:
+            step = read_number(folder / "step")
+            has_begun = has_begun or all((folder / f"pid{rank}").exists() for rank in range(world_size))
+            if not has_begun:
+                reached = max(reached, step)
+            elif at is not None and step >= (max(at, reached + _APART) if number else at):
                 break
             time.sleep(0.005)
         if process.poll() is None and at is not None and time.monotonic() < until:
@@ -204,7 +210,7 @@ def reference_name(schedule: Schedule) -> str:
 def any_schedule(chance: random.Random, number: int, kinds: tuple[str, ...]) -> Schedule:
     """Return a schedule; every third changes the number of ranks."""
     first_kill = chance.randrange(1, _STEPS - 1)
-    later = range(first_kill + 16, _STEPS - 1)
+    later = range(first_kill + _APART, _STEPS - 1)
     kills = (first_kill, chance.choice(later)) if later and chance.random() < 0.6 else (first_kill,)
     first = chance.choice((2, 3))
     changes = number % 3 == 2
