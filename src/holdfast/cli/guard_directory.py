@@ -41,17 +41,15 @@ def checkpoints(
         store = store_of(run_dir)
         entries = store.entries()
         for path, averaged in ((export, False), (export_averaged, True)):
-            if path is None:
-                continue
-            from holdfast.checkpoint import saver  # loads torch
+            if path is not None:
+                from holdfast.checkpoint import saver  # loads torch
 
-            newest = store.newest_good()
-            if newest is None:
-                raise nothing_verifies(store.directory, 0, "there is none")
-            saver.export(newest, path, averaged=averaged)
-            if not as_json:
-                what = "the averaged weights" if averaged else "the weights"
-                console().print(f"wrote {path}: {what} of {newest.path.name}", markup=False)
+                if (newest := store.newest_good()) is None:
+                    raise nothing_verifies(store.directory, 0, "there is none")
+                saver.export(newest, path, averaged=averaged)
+                if not as_json:
+                    what = "the averaged weights" if averaged else "the weights"
+                    console().print(f"wrote {path}: {what} of {newest.path.name}", markup=False)
         described = [_checkpoint_row(entry, verify=verify) for entry in entries]
         # A run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]

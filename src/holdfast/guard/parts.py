@@ -131,7 +131,7 @@ def _averages(given: Any, models: Mapping[str, nn.Module]) -> dict[str, Averaged
         form = [] if name not in models else [(key, tensor.shape) for key, tensor in _tensors(models[name])]
         if not isinstance(each, AveragedModel) or form != [(key, t.shape) for key, t in _tensors(each.module)]:
             raise PolicyError(
-                f"averaged= holds a {type(each).__name__} that is no average of a model {name!r}",
+                f"averaged={type(each).__name__}(...) is no average of a model {name!r}",
                 limit="a torch.optim.swa_utils.AveragedModel takes in a model, tensor by tensor, after each step",
                 fix="make it of the bare module, AveragedModel(net), before that is compiled or wrapped; by name, "
                 'averaged={"generator": ...}, where models have names. Another kind of average goes into state=, and '
@@ -165,14 +165,17 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any, average
         bare: dict[str, nn.Module] = {**models, **{name: each.module for name, each in wrappers.items()}}
         models, _ = as_written(bare)
     averages = _averages(averaged, models)
+    named = {"averaged" + f".{name}" * (name != "model"): each for name, each in averages.items()}
     states = {} if state is None or (isinstance(state, dict) and not state) else _named(state, "state", Stateful)
+    if both := named.keys() & states.keys():
+        raise _wrong(f"state {min(both)!r} and averaged= are saved by one name", "each must have its own")
     parts = Parts(
         compiled=compiled,
         wrappers=wrappers,
         models=models,
         optimizers=optimizers,
         schedulers={} if scheduler is None else _named(scheduler, "scheduler", Stateful),
-        states={**states, **{"averaged" + f".{n}" * (n != "model"): each for n, each in averages.items()}},
+        states={**states, **named},
         averages=averages,
     )
     owned = {id(parameter) for _, parameter in parts.named_parameters()}
