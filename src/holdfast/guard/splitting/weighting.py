@@ -130,7 +130,7 @@ def of_one_length(batch: Any, size: int) -> tuple[Any, str] | None:
     sides = {side for _, leaf in leaves for side in leaf.shape if side != size}
     for keys, leaf in leaves:
         whole = leaf.shape == (size,) and not leaf.is_floating_point() and leaf.dtype != torch.bool
-        if whole and int(leaf.max()) in sides and leaf.min() < leaf.max():
+        if whole and int(leaf.max()) in sides and 0 < leaf.min() < leaf.max():  # labels begin with 0
             evened = copied(batch)
             _follow(evened, keys).fill_(leaf.max())
             return evened, "batch" + "".join(f"[{key!r}]" for key in keys)
