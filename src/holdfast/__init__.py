@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.store import latest
     from holdfast.core.errors import (
         BatchError,
         CheckpointError,
@@ -50,6 +51,7 @@ _HOMES = {
     "TwoPass": "guard.splitting.two_pass",
     "__version__": "core.version",
     "advise_learning_rate": "numerics.learning_rate",
+    "latest": "checkpoint.store",
     "watch": "learning.watch",
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "TwoPass",
     "__version__",
     "advise_learning_rate",
+    "latest",
     "watch",
 ]
 

@@ -42,6 +42,7 @@ def test_the_exported_names() -> None:
         "TwoPass",
         "__version__",
         "advise_learning_rate",
+        "latest",
         "watch",
     ]
     assert dir(holdfast) == sorted(holdfast.__all__)
@@ -59,6 +60,7 @@ def test_the_arguments_of_the_guard() -> None:
         "scheduler",
         "loader",
         "state",
+        "averaged",
         "policy",
         "split",
         "clock",
@@ -74,8 +76,8 @@ def test_the_arguments_of_the_guard() -> None:
     ]
     public = {name for name in vars(holdfast.Guard) if not name.startswith("_")}
     assert public == {
-        "add_image", "batches", "best", "close", "emit", "epoch", "epochs_validated", "evaluate", "events",
-        "global_step", "request_stop", "statistics", "step", "stop_reason", "validated",
+        "add_image", "averaged", "batches", "best", "close", "emit", "epoch", "epochs_validated", "evaluate",
+        "events", "global_step", "request_stop", "statistics", "step", "stop_reason", "validated",
     }  # fmt: skip
 
 
@@ -102,7 +104,7 @@ def test_the_commands_and_their_flags() -> None:
     }
     assert flags == {
         "demo": ["--json", "--out", "--seed"],
-        "checkpoints": ["--export", "--json", "--verify"],
+        "checkpoints": ["--export", "--export-averaged", "--json", "--verify"],
         "explain": ["--attempt", "--json", "--status"],
         "run": [
             "--grace-seconds",

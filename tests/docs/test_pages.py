@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 from tests.docs.pages import DOCS, ROOT, Block, blocks, session, shows
+from tests.prepared import run_prepared
 
 from holdfast.cli.main import make_app
 from holdfast.core.events import process_events, run_events  # noqa: F401 - they fill KINDS
@@ -104,6 +105,23 @@ def test_python_that_is_shown_is_python_and_names_what_exists(frameworks: bool) 
                     assert hasattr(module, name.name), f"{page.name}: {node.module}.{name.name}"
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "holdfast":
                 assert hasattr(importlib.import_module("holdfast"), node.attr), f"{page.name}: holdfast.{node.attr}"
+
+
+_SCRIPTS = {block.title: block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title != "ddp.py"}
+
+
+@pytest.mark.parametrize("name", [name for name in _SCRIPTS if name])
+def test_a_script_of_the_guide_to_guard_runs_and_goes_on_where_it_was_stopped(name: str, tmp_path: Path) -> None:
+    """It prints the same whether its epochs were made by one process or by two."""
+    said = []
+    for run, parts in (("whole", ["4"]), ("parts", ["2", "4"])):
+        (tmp_path / run).mkdir()
+        for epochs in parts:
+            (tmp_path / run / name).write_text(_SCRIPTS[name].replace("max_epochs=4", f"max_epochs={epochs}"))
+            ended = run_prepared([name], cwd=tmp_path / run, timeout=60)
+            assert ended.returncode == 0, ended.stderr
+        said.append(ended.stdout)
+    assert said[0] == said[1] != ""
 
 
 def test_methods_of_a_guard_that_are_named_exist() -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import holdfast
 from holdfast.guard.splitting.window import Window
@@ -383,7 +384,8 @@ def short_of_memory(rank, run, phase, where):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(512, 3072), nn.Tanh(), nn.Linear(3072, 512)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     loader = [torch.randn(1024, 512, generator=torch.Generator().manual_seed(n)) for n in range(3)]
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader)
+    average = AveragedModel(model.module)
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, averaged=average, loader=loader)
 
     def limit(now):
         if rank == where and now == phase and guard.global_step == 1:
@@ -402,7 +404,7 @@ def short_of_memory(rank, run, phase, where):
         guard.step(batch, loss_fn)
         if rank == where and phase == "optimizer":
             limit_memory(1 << 32)
-    return weights(model)
+    return torch.cat([weights(model), weights(average)])
 
 
 @pytest.mark.slow
@@ -511,13 +513,16 @@ def part_of_a_run(rank, run, until):
     data = list(torch.randn(72, 6, generator=torch.Generator().manual_seed(1)).unbind())
     seen = []
     loader = holdfast.DataLoader(list(enumerate(data)), batch_size=4, shuffle=True, seed=3)
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=2)
+    average = AveragedModel(model.module)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, averaged=average, loader=loader, save_interval_steps=2
+    )
     torch.manual_seed(100 + rank) if guard.resumed_from is None else None
     for indices, batch in guard.batches(max_epochs=1, max_steps=until):
         seen += indices.tolist()
         guard.step(batch, loss_of(model))
     guard.close()
-    return seen, state_of(model, optimizer)
+    return seen, [*state_of(model, optimizer), weights(average), average.n_averaged]
 
 
 @pytest.mark.slow
@@ -822,6 +827,7 @@ def refusals(rank, run):
         "is spread over 1 of the ranks": lambda: guarded(
             sharded(small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
         ),
+        "averaged= is given": lambda: guarded(sharded(small()), averaged=AveragedModel(small())),
         "micro_batch_size=1": lambda: guarded(sharded(small()), micro_batch_size=1),
         "wrapped twice": lambda: guarded(linear_in_linear()),
         "2 optimizers": lambda: guarded(plain, optimizers(plain)),

@@ -276,17 +276,25 @@ def read_components(
     return found
 
 
-def export(entry: Entry, path: Path) -> None:
+def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
     """Write the weights of a checkpoint to one plain safetensors file, whoever has written its shares.
 
-    Names are the model's own; of several models each has the name of its model in front. H310 for weights that the
-    format does not know, OSError if the file cannot be written.
+    Names are the model's own; of several models each has the name of its model in front. `averaged` weights are those
+    of ``Guard(averaged=...)``. H310 if there are none, or for weights that the format does not know, OSError if the
+    file cannot be written.
     """
-    models = [name for name in read_state(entry) if name.partition(".")[0] == "model"]
+    kind, inside = ("state.averaged", "module.") if averaged else ("model", "")
+    models = [name for name in read_state(entry) if f"{name}.".startswith(f"{kind}.")]
     tensors: dict[str, torch.Tensor] = {}
     for component, tree in read_components(entry, models).items():
-        prefix = f"{component.removeprefix('model.')}." if len(models) > 1 else ""
-        tensors |= {prefix + name: each for name, each in tree.items() if isinstance(each, torch.Tensor)}
+        prefix = f"{component.removeprefix(f'{kind}.')}." if len(models) > 1 else ""
+        own = {
+            name: each for name, each in tree.items() if isinstance(each, torch.Tensor) and name.startswith(inside)
+        }
+        tensors |= {prefix + name.removeprefix(inside): each for name, each in own.items()}
+    if not tensors:
+        what, limit = f"{entry.path.name} holds no averaged weights", "they are there where a run keeps an average"
+        raise CheckpointError(what, limit=limit, fix="pass averaged= to Guard, or use --export.", rule="H310")
     for name, each in tensors.items():
         if each.dtype not in _DTYPES or each.layout != torch.strided:
             limit, fix = "a safetensors file holds dense tensors of real numbers", "read it with a Guard instead."

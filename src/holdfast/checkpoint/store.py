@@ -10,6 +10,7 @@ after a rollback to a smaller step.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -60,17 +61,21 @@ class Store:
                 found.append(Entry(path=path, save_id=int(match[1]), global_step=int(match[2])))
         return sorted(found, key=lambda entry: entry.save_id, reverse=True)
 
-    def newest_good(self, on_damaged: Callable[[Path, str], None], *, before_step: int | None = None) -> Entry | None:
+    def newest_good(
+        self, on_damaged: Callable[[Path, str], None] | None = None, *, before_step: int | None = None
+    ) -> Entry | None:
         """Return the newest checkpoint that verifies; damaged ones are moved aside. Errors as `newest_good`.
 
         Args:
-            on_damaged: Called with the path of each damaged one, as it was, and what is wrong with it.
+            on_damaged: Called with the path of each damaged one, as it was, and what is wrong with it. None: nothing
+                is moved.
             before_step: Look only at those of at most so many steps; None if none of them verifies.
         """
 
         def refused(path: Path, why: str) -> None:
-            move_aside(path)
-            on_damaged(path, why)
+            if on_damaged is not None:
+                move_aside(path)
+                on_damaged(path, why)
 
         entries = {each.path: each for each in self.entries()}
         if before_step is not None:
@@ -139,6 +144,15 @@ class Store:
             entry.path.rename(doomed)  # first the name: a half-deleted folder must not look complete
             shutil.rmtree(doomed, ignore_errors=True)
         return [entry.path for entry in surplus]
+
+
+def latest(run_dir: str | os.PathLike[str]) -> Entry | None:
+    """Return the newest checkpoint of a run that verifies, which a `Guard` made now would go on from, or None.
+
+    It has ``global_step`` and ``path``, for what a script must know before, such as groups of parameters that were
+    added on the way. Every byte is read, nothing is changed. Raises what `Guard` would: H312, H307, H303.
+    """
+    return Store(Path(run_dir).expanduser() / "checkpoints").newest_good()
 
 
 def _is_replaced_by(newer: Entry | None, entry: Entry) -> bool:

@@ -33,19 +33,23 @@ def checkpoints(
     export: Annotated[
         Path | None, typer.Option(help="Write the weights of the newest one that verifies to this safetensors file.")
     ] = None,
+    export_averaged: Annotated[Path | None, typer.Option(help="Write its averaged weights to this one.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a run, newest first; with --verify check them; with --export take the weights out."""
     with failing_clearly(as_json=as_json):
         store = store_of(run_dir)
         entries = store.entries()
-        if export is not None:
-            from holdfast.checkpoint import saver  # loads torch
+        for path, averaged in ((export, False), (export_averaged, True)):
+            if path is not None:
+                from holdfast.checkpoint import saver  # loads torch
 
-            newest = _newest_good(store.directory, entries)
-            saver.export(newest, export)
-            if not as_json:
-                console().print(f"wrote {export}: the weights of {newest.path.name}", markup=False)
+                if (newest := store.newest_good()) is None:
+                    raise nothing_verifies(store.directory, 0, "there is none")
+                saver.export(newest, path, averaged=averaged)
+                if not as_json:
+                    what = "the averaged weights" if averaged else "the weights"
+                    console().print(f"wrote {path}: {what} of {newest.path.name}", markup=False)
         described = [_checkpoint_row(entry, verify=verify) for entry in entries]
         # A run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
@@ -56,14 +60,6 @@ def checkpoints(
         _print_checkpoints(rows)
     if any(row["status"].startswith(("damaged:", "cannot be read now")) for row in rows):
         raise typer.Exit(CHECK_FAILED)
-
-
-def _newest_good(folder: Path, entries: list[Entry]) -> Entry:
-    for entry in entries:
-        with contextlib.suppress(CheckpointError):
-            entry.verify()
-            return entry
-    raise nothing_verifies(folder, len(entries), "each is damaged" if entries else "there is none")
 
 
 def store_of(run_dir: Path) -> Store:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -55,8 +55,9 @@ class Guard:
         scheduler: Learning-rate scheduler(s), by optimizer name where there are several. Advanced by the guard as
             ``Policy.scheduler_interval`` says; ReduceLROnPlateau by `validated`, since it needs your metric.
         loader: What `batches` iterates: a `holdfast.DataLoader`, or any other iterable of batches.
-        state: Further state by name, such as an average of the weights: anything with ``state_dict`` and
-            ``load_state_dict``.
+        state: Further state by name: anything with ``state_dict`` and ``load_state_dict``.
+        averaged: ``torch.optim.swa_utils.AveragedModel`` of the bare model, or a dict of such by the names of models.
+            It takes in the weights after each step that is committed and has moved them; see `averaged`.
         policy: Settings: a `Policy` or a dict of its fields, the path of a YAML file, or None for the defaults. Files
             and the defaults are overridden by ``HOLDFAST_*`` variables.
         split: Where the batch dimension is (see ``guard.splitting``): a number, a prefix of the batch's structure,
@@ -91,12 +92,13 @@ class Guard:
         scheduler: Any = None,
         loader: Iterable[Any] | None = None,
         state: Any = None,
+        averaged: Any = None,
         policy: Policy | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         split: Split = 0,
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
-        self._parts = gather_parts(model, optimizer, scheduler, state)
+        self._parts = gather_parts(model, optimizer, scheduler, state, averaged)
         self._ranks = ranks_of(self._parts)
         with self._ranks.together():  # an error on one is an error on all
             self._begin(run_dir, loader, split, clock or SystemClock(), Policy.of(policy, **overrides))
@@ -119,6 +121,7 @@ class Guard:
         self._under_way: Generator[Any] | None = None  # the last loop of ours
         self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
         self._asked = StopRequest()  # of this process
+        self._swapped = ExitStack()  # puts the weights of the run back
         with ranks.in_turn():
             self._directory = RunDirectory(run_dir, ranks.rank)
         self._record = RunRecord(self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None)
@@ -283,6 +286,7 @@ class Guard:
 
     def close(self) -> None:
         """Write what is not saved yet, also without a step since; release the run directory. May be called again."""
+        self._session.check_averages()
         self._boundaries.count_batch()
         try:
             self._session.save_the_rest(self._open)
@@ -302,6 +306,7 @@ class Guard:
 
     def _end_process(self) -> NoReturn:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
+        self._swapped.close()
         self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
         self._boundaries.count_batch()
         self._session.save_the_rest(self._open)
@@ -339,6 +344,7 @@ class Guard:
         Raises:
             PolicyError: H105 for a name or a mode; H115 if ranks differ.
         """
+        self._session.check_averages()
         number, self._session.validated = float(value), True
         best = self._validated.get(name)
         if best is None:  # read before another rank writes
@@ -411,6 +417,22 @@ class Guard:
                 yield
         except Interrupted:
             self._end_process()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have averaged weights in the models for an evaluation; those of the run come back bit for bit, in any case.
+
+        Buffers are those of the average: averaged too with its ``use_buffers=True``, else those of the last step. An
+        average that has taken in nothing yet changes nothing. Memory: one more copy of the models.
+
+        Raises:
+            PolicyError: H105 where none was given, and for a step, a save, or the next batch inside.
+        """
+        self._session.check_not_in_step()
+        self._session.check_averages(there=True)
+        with ExitStack() as self._swapped:
+            self._swapped.enter_context(self._parts.averages_swapped_in(self._session.state))
+            yield
 
 
 @contextmanager

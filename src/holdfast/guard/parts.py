@@ -16,9 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy.policy import Precision
+from holdfast.guard.phase import RunState
 from holdfast.numerics.eager import as_written
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -44,7 +46,8 @@ class Parts:
     models: dict[str, nn.Module]  # modules by name
     optimizers: dict[str, Optimizer]  # by name
     schedulers: dict[str, Any]  # by the name of the optimizer that they drive, or by any name
-    states: dict[str, Stateful]  # further state by name
+    states: dict[str, Stateful]  # further state by name, averages included
+    averages: Mapping[str, AveragedModel] = field(default_factory=dict)  # of weights, by the name of their model
     wrappers: Mapping[str, nn.Module] = field(default_factory=dict)  # what models were given in, for several ranks
     compiled: bool = False  # whether a model, or a part of one, was given compiled. What else is compiled shows later
 
@@ -98,6 +101,49 @@ class Parts:
         """Return the learning rates of all parameter groups."""
         return [float(group["lr"]) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
+    def update_averages(self, moved: Sequence[torch.Tensor]) -> None:
+        """Let each average whose model holds one of the parameters that were moved take in the weights of now."""
+        ids = set(map(id, moved))
+        for name, average in self.averages.items():
+            if any(id(parameter) in ids for parameter in self.models[name].parameters()):
+                average.update_parameters(self.models[name])
+
+    @contextlib.contextmanager
+    def averages_swapped_in(self, state: RunState) -> Iterator[None]:
+        """Have averaged parameters and buffers in the models, which must not be saved then."""
+        used = [name for name, average in self.averages.items() if average.n_averaged > 0]
+        own = [each.detach() for name in used for _, each in _tensors(self.models[name])]
+        others = [each.detach() for name in used for _, each in _tensors(self.averages[name].module)]
+        trained, state.averaged = [each.clone() for each in own], True
+        try:
+            for tensor, other in zip(own, others, strict=True):
+                tensor.copy_(other)
+            yield
+        finally:
+            for tensor, other in zip(own, trained, strict=True):
+                tensor.copy_(other)
+            state.averaged = False
+
+
+def _averages(given: Any, models: Mapping[str, nn.Module]) -> dict[str, AveragedModel]:
+    found = dict(given) if isinstance(given, Mapping) else {} if given is None else {"model": given}
+    for name, each in found.items():
+        form = [] if name not in models else [(key, tensor.shape) for key, tensor in _tensors(models[name])]
+        if not isinstance(each, AveragedModel) or form != [(key, t.shape) for key, t in _tensors(each.module)]:
+            raise PolicyError(
+                f"averaged={type(each).__name__}(...) is no average of a model {name!r}",
+                limit="a torch.optim.swa_utils.AveragedModel takes in a model, tensor by tensor, after each step",
+                fix="make it of the bare module, AveragedModel(net), before that is compiled or wrapped; by name, "
+                'averaged={"generator": ...}, where models have names. Another kind of average goes into state=, and '
+                "your loop updates it after each guard.step(...) that is not skipped.",
+                rule="H105",
+            )
+    return found
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
 
 def _is_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
@@ -109,7 +155,7 @@ def autocast(device_type: str, precision: Precision) -> contextlib.AbstractConte
     return _NOTHING if dtype is None else torch.autocast(device_type, dtype)
 
 
-def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Parts:
+def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any, averaged: Any = None) -> Parts:
     """Check and name what the caller gave."""
     models: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
@@ -118,13 +164,19 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Part
     if wrappers:  # names are those of the bare model, whatever it is trained in
         bare: dict[str, nn.Module] = {**models, **{name: each.module for name, each in wrappers.items()}}
         models, _ = as_written(bare)
+    averages = _averages(averaged, models)
+    named = {"averaged" + f".{name}" * (name != "model"): each for name, each in averages.items()}
+    states = {} if state is None or (isinstance(state, dict) and not state) else _named(state, "state", Stateful)
+    if both := named.keys() & states.keys():
+        raise _wrong(f"state {min(both)!r} and averaged= are saved by one name", "each must have its own")
     parts = Parts(
         compiled=compiled,
         wrappers=wrappers,
         models=models,
         optimizers=optimizers,
         schedulers={} if scheduler is None else _named(scheduler, "scheduler", Stateful),
-        states={} if state is None or (isinstance(state, dict) and not state) else _named(state, "state", Stateful),
+        states={**states, **named},
+        averages=averages,
     )
     owned = {id(parameter) for _, parameter in parts.named_parameters()}
     for name, each in optimizers.items():

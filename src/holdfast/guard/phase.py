@@ -54,12 +54,13 @@ class RunState:
     def __init__(self) -> None:
         self.phase = Phase.CLOSED
         self.in_loop = False
+        self.averaged = False  # averaged weights stand in the place of those of the run
         self._before_step = Phase.CLOSED
 
     @property
     def may_be_saved(self) -> bool:
         """Return whether the state belongs to a boundary, as far as the run itself has changed it."""
-        return self.phase in _MAY_BE_SAVED
+        return self.phase in _MAY_BE_SAVED and not self.averaged
 
     @property
     def batch_is_used(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.testing import flip_bit
 
 pytestmark = pytest.mark.usefixtures("unchecked_splits")
 
@@ -133,3 +134,19 @@ def test_groups_that_are_added_on_the_way_are_warned_of_before_a_resume_is_refus
     for batch in guard.batches(max_epochs=2):
         guard.step(batch, loss_of(nn.Sequential(*parts["model"].values())[:1]))
     assert "groups_changed" in kinds(guard)
+
+
+def test_the_newest_checkpoint_that_verifies_is_asked_for_without_a_change(tmp_path):
+    """None before there is one; of damaged ones the next older; an error where none is left."""
+    assert holdfast.latest(tmp_path / "nowhere") is None
+    for steps in (2, 4, 6):
+        guard = holdfast.Guard(tmp_path, loader=[X[:8]] * 6, **(parts := make()))
+        for batch in guard.batches(max_epochs=1, max_steps=steps):
+            guard.step(batch, loss_of(parts["model"]))
+    for steps in (6, 4, 2):
+        newest = holdfast.latest(str(tmp_path))
+        assert (newest.global_step, newest.path.parent) == (steps, tmp_path / "checkpoints")
+        assert not list(newest.path.parent.glob("damaged-*"))
+        flip_bit(newest.path / "state.json", 3)
+    with pytest.raises(holdfast.CheckpointError, match="H312"):
+        holdfast.latest(tmp_path)

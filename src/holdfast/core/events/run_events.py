@@ -56,8 +56,8 @@ class GroupsChanged(EventData):
     """Parameter groups were added since the run began, which the script will not have when it starts again."""
 
     why: str = (
-        "a resume is refused (H313) unless Guard(...) is given the same groups: give the optimizer all of them from "
-        "the start, and set requires_grad"
+        "a resume is refused (H313) unless Guard(...) is given the same groups: add them before, if "
+        "holdfast.latest(run_dir) is of a later step, or give all from the start, and set requires_grad"
     )
 
 

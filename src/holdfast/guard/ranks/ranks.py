@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.saver import Writers
@@ -48,10 +48,10 @@ _REFUSED = {"drop_nonfinite_samples": (False,), "fuse": (False,)}  # with what i
 class Ranks(OneRank):
     """The ranks of a process group, seen from one of them."""
 
-    def __init__(self, model: Replicated | Sharded, optimizer: Optimizer) -> None:
+    def __init__(self, model: Replicated | Sharded, optimizer: Optimizer, averages: Iterable[nn.Module] = ()) -> None:
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self._model: Any = model  # some things only a replicated one is asked for
-        self._optimizer, self.norms = optimizer, model.norms
+        self._optimizer, self._averages, self.norms = optimizer, list(averages), model.norms
         self._has_failed = False  # in the last attempt
         self._is_behind = False  # the optimizer has failed half-way, and the others have stepped
         self._messages = Messages(self.rank, self.world_size)
@@ -281,7 +281,11 @@ class Ranks(OneRank):
         """Take the state of a rank that has stepped, where one has not; all of them do so at the same place."""
         if any(behind):
             self.spare_memory()
-            take_state(self._optimizer, healthy(behind), self._messages, self._model.group, self._model.device)
+            source, group, device = healthy(behind), self._model.group, self._model.device
+            take_state(self._optimizer, source, self._messages, group, device)
+            for tensor in (tensor for average in self._averages for tensor in average.state_dict().values()):
+                distributed.broadcast(there := tensor.to(device), source, group=group)
+                tensor.copy_(there)
             self._is_behind = False
 
     # --- a batch in parts -------------------------------------------------------------------------------------

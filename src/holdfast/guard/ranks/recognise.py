@@ -43,7 +43,7 @@ def ranks_of(parts: Parts) -> OneRank:
     from holdfast.guard.ranks.replicated import Replicated
 
     (optimizer,) = parts.optimizers.values()
-    return Ranks(Replicated(wrapper), optimizer)
+    return Ranks(Replicated(wrapper), optimizer, parts.averages.values())
 
 
 def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
@@ -53,6 +53,8 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
     from holdfast.guard.ranks.ranks import Ranks
     from holdfast.guard.ranks.sharded import Sharded, why_unknown
 
+    if parts.averages:
+        raise _refused("averaged= is given with a sharded model, where torch averages whole weights only")
     if len(names) != 1 or len(parts.optimizers) != 1 or parts.wrappers:
         raise _refused(
             f"{len(names)} sharded and {len(parts.wrappers)} wrapped models, {len(parts.optimizers)} optimizers"

@@ -109,6 +109,7 @@ class Loop:
             except Interrupted:
                 return
             yield batch
+            self._session.check_averages()
             if self._state.phase is Phase.REWOUND:
                 self._recovery.go_back_again()  # the rest of the loop body ran on state that was restored already
                 return

@@ -19,7 +19,7 @@ from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
-from holdfast.core.errors import CheckpointError, RunDirectoryError
+from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
@@ -115,9 +115,21 @@ class Session:
         self.ranks.open()
 
     def check_not_in_step(self) -> None:
-        """Raise H209 if a loss function makes a step itself."""
+        """Raise H209 if a loss function makes a step itself, H105 where averaged weights would move."""
         if self.state.phase is Phase.IN_STEP:
             raise called_inside("step")
+        self.check_averages()
+
+    def check_averages(self, *, there: bool = False) -> None:
+        """Raise H105 if averages are in the models, or if they must be `there` and are not."""
+        if self.state.averaged or (there and not self.parts.averages):
+            inside = "a step, a checkpoint or the next batch was asked for inside of guard.averaged()"
+            raise PolicyError(
+                inside if self.state.averaged else "guard.averaged() without an average",
+                limit="it has the weights of Guard(averaged=...) in the model, for evaluation only",
+                fix="give an average; evaluate inside, and call guard.validated(...) and guard.step(...) after it.",
+                rule="H105",
+            )
 
     def _check_not_continued(self) -> None:
         if self._newest_id is not None and self._store.next_save_id() - 1 != self._newest_id:
@@ -361,7 +373,8 @@ class Session:
     def _same_for_all(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self.parts.named_parameters()}
         policy = {f"policy.{each.name}": repr(getattr(self.policy, each.name)) for each in fields(self.policy)}
-        return {"run directory": self._directory.run_id, **policy, "model": shapes, **self.parts.settings()}
+        facts = {"run directory": self._directory.run_id, "state": list(self.parts.states), "model": shapes}
+        return {**facts, **policy, **self.parts.settings()}
 
     def _compare_settings(self, begun_with: dict[str, Any]) -> None:
         given, self._settings = self._settings, begun_with

@@ -193,7 +193,7 @@ class StepEngine:
             raise
         self.state.commit()
         try:
-            self._step_optimizers(work.names, outcome)
+            self._step_optimizers(work.names, outcome, work.parameters)
             if self._step_id == _COMPARED_STEP:
                 self._compare_with_forecast()
             elif self._step_id < _COMPARED_STEP and self.parts.device_type() == "cpu":
@@ -364,7 +364,7 @@ class StepEngine:
         if limit is not None and total > 0.99 * limit - 1e-5:
             clip(groups, norms, limit, clip_by, self._model_order.of(groups, norms.device))
 
-    def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:
+    def _step_optimizers(self, names: Sequence[str], outcome: Outcome, moved: Sequence[torch.Tensor]) -> None:
         for name in names:
             try:
                 self.diagnosis.before_step(name, outcome.attempt)
@@ -373,6 +373,8 @@ class StepEngine:
                 self.attempts.drop_unused_state(name)
                 if self._fusing is not None:
                     self._fusing.stepped(name, self._step_id)
+                if self.parts.averages and name == names[-1]:  # here, since what fails half-way is undone
+                    self.parts.update_averages(moved)
                 continue
             except Exception as error:
                 found = find_out_of_memory(error)
