@@ -48,13 +48,11 @@ class Given:
         options: Names of the recipe's own options.
         fields: Fields of the policy, with their values.
         policy_file: Of the policy: that of ``--policy``, else the recipe's.
-        chose_policy: Whether it is that of ``--policy``.
     """
 
     options: frozenset[str]
     fields: Mapping[str, Any]
     policy_file: str | None
-    chose_policy: bool
 
     def stronger(self) -> set[str]:
         """Return the fields of the policy that the command line or a variable sets: no file may change them."""
@@ -245,7 +243,6 @@ def _given(parser: _Parser, argv: Sequence[str] | None, found: argparse.Namespac
         options=frozenset(at_the_line.intersection(hints)),
         fields=fields,
         policy_file=policy_file,
-        chose_policy="holdfast_policy" in at_the_line,
     )
 
 

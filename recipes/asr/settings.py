@@ -1,7 +1,4 @@
-"""What both recipes of speech set alike: options, the policy also as SpeechBrain's files have it, learning rates.
-
-Does not: carry out SpeechBrain's hyperparameter files; of one only what a policy has a field for is read.
-"""
+"""What both recipes of speech set alike: options, clipping also by SpeechBrain's name for it, learning rates."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from holdfast import Policy
-from holdfast.core.policy.sources import from_speechbrain
 from recipes.options import Given, OptionError, RunOptions
 
 
@@ -25,10 +21,6 @@ class SpeechOptions(RunOptions):
     speech_dir: Path | None = None
     """Folder for the speech that is made, which several runs may share. none: <run-dir>/speech."""
 
-    hparams: Path | None = None
-    """SpeechBrain hyperparameter file, in place of a policy file: its clipping, patience, precision and interval of
-    checkpoints are taken over. No tag in it is carried out; HOLDFAST_* and options win over it."""
-
     clip_grad_norm: float | None = None
     """Another name of --max-grad-norm, as SpeechBrain's separation recipes have it: below 0 it is off. On the command
     line it is stronger than HOLDFAST_*, in a file of --config it is not. none leaves max_grad_norm to the policy."""
@@ -38,7 +30,7 @@ class SpeechOptions(RunOptions):
         return self.run_dir / "speech" if self.speech_dir is None else self.speech_dir
 
     def settle(self, given: Given) -> tuple[Self, Policy]:
-        """Return the options, and the policy: of ``hparams`` or of a policy file, with ``clip_grad_norm``.
+        """Return the options, and the policy: that of a policy file, with ``clip_grad_norm``.
 
         Raises:
             OptionError: Two options say different things of the same.
@@ -46,18 +38,13 @@ class SpeechOptions(RunOptions):
         """
         fields, clipping = dict(given.fields), dict[str, Any]()
         if self.clip_grad_norm is not None:
-            limit = from_speechbrain({"clip_grad_norm": self.clip_grad_norm})["max_grad_norm"]
+            limit = None if self.clip_grad_norm < 0 else self.clip_grad_norm
             clipping = {"max_grad_norm": limit, "clip_by": "global"}
-        if self.hparams is not None and given.chose_policy:
-            raise OptionError("--hparams and --policy both say where the policy is\nFix: leave one of them out.")
         if "clip_grad_norm" in given.options:
             if clipping.keys() & fields.keys():
                 raise OptionError("--clip-grad-norm and --max-grad-norm or --clip-by\nFix: leave the first out.")
             fields |= clipping
-        if self.hparams is None:
-            policy = Policy.of(given.policy_file, **fields)
-        else:
-            policy = Policy.from_speechbrain(self.hparams, **fields)
+        policy = Policy.of(given.policy_file, **fields)
         stronger = {*fields, *given.stronger()}
         return self, policy.replace(**{name: value for name, value in clipping.items() if name not in stronger})
 

@@ -62,24 +62,12 @@ def by_arguments(folder: Path, file: dict[str, Any], given: dict[str, Any]) -> P
     return Policy.from_arguments(parser.parse_args(["--policy", str(path), *in_options(given)]))
 
 
-def by_speechbrain(folder: Path, file: dict[str, Any], given: dict[str, Any]) -> Policy:
-    file = {name: value for name, value in file.items() if name != "preset"}
-    given = {"preset": PRESET, **given}
-    return Policy.from_speechbrain(written(folder / "hparams.yaml", file), **given)
-
-
 def by_recipe(name: str) -> Callable[..., Policy]:
     def read(folder: Path, file: dict[str, Any], given: dict[str, Any]) -> Policy:
         path = written(folder / "policy.yaml", file)
         return read_options(options_of(name), ["--policy", str(path), *in_options(given)])[1]
 
     return read
-
-
-def by_hyperparameters(folder: Path, file: dict[str, Any], given: dict[str, Any]) -> Policy:
-    path = written(folder / "hparams.yaml", {key: value for key, value in file.items() if key != "preset"})
-    argv = ["--preset", PRESET, "--hparams", str(path), *in_options(given)]
-    return read_options(options_of("asr"), argv)[1]
 
 
 def by_options_file(folder: Path, file: dict[str, Any], given: dict[str, Any]) -> Policy:
@@ -92,7 +80,7 @@ def by_options_file(folder: Path, file: dict[str, Any], given: dict[str, Any]) -
 
 ENTRANCES = {
     "from_yaml": by_yaml, "of": by_of, "Guard": by_guard, "from_arguments": by_arguments,
-    "from_speechbrain": by_speechbrain, "--hparams": by_hyperparameters, "--config": by_options_file,
+    "--config": by_options_file,
     **{f"recipes.{name}": by_recipe(name) for name in RECIPES},
 }  # fmt: skip
 
@@ -101,8 +89,6 @@ ENTRANCES = {
 def test_argument_over_variable_over_file_over_preset_over_default(entrance, tmp_path, monkeypatch):
     """Of all combinations of places that name a field the strongest counts."""
     for argument, variable, file in itertools.product((False, True), repeat=3):
-        if entrance in ("from_speechbrain", "--hparams") and not file:
-            continue  # a hyperparameter file without the key has SpeechBrain's default
         monkeypatch.delenv("HOLDFAST_MAX_GRAD_NORM", raising=False)
         if variable:
             monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
@@ -158,27 +144,7 @@ def test_a_variable_that_contradicts_a_framework_is_an_error(name, value, host, 
     assert caught.value.rule == "H109"
 
 
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
-        ("max_grad_nrom", "max_grad_norm"), ("max-grad-norm", "max_grad_norm"), ("clip_gradnorm", "clip_grad_norm"),
-        ("ckpt_interval_minuts", "ckpt_interval_minutes"), ("ckpt_interval_step", "ckpt_interval_steps"),
-        ("nonfinite_patiance", "nonfinite_patience"), ("Precision", "precision"),
-    ],
-)  # fmt: skip
-def test_a_misspelt_key_of_a_hyperparameter_file_is_an_error(key, meant, tmp_path, capsys):
-    """It names the one that was meant; keys that are the recipe's own pass."""
-    path = written(tmp_path / "hparams.yaml", {key: 1})
-    with pytest.raises(SystemExit):
-        read_options(options_of("asr"), ["--hparams", str(path)])
-    assert f"did you mean {meant!r}" in capsys.readouterr().err
-    own = dict.fromkeys(
-        ("lr", "max_key", "eval_precision", "ckpt_interval", "number_of_epochs", "norm", "patience"), 1
-    )
-    read_options(options_of("asr"), ["--hparams", str(written(path, own))])
-
-
-@pytest.mark.parametrize("entrance", [each for each in ENTRANCES if each not in ("--hparams", "--config")])
+@pytest.mark.parametrize("entrance", [each for each in ENTRANCES if each != "--config"])
 def test_a_name_that_is_no_field_is_an_error_at_every_entrance(entrance, tmp_path, monkeypatch, capsys):
     """H101 with the nearest name, whether the name stands in a file or in a variable."""
     for place in ("file", "variable"):
@@ -205,16 +171,10 @@ def test_a_name_that_is_no_field_is_an_error_at_every_entrance(entrance, tmp_pat
             lambda: hosted_policy(None, host="the host", max_grad_norm=2.0, precision="fp32"),
             {"max_grad_norm": 2.0, "nonfinite_patience": 9},
         ),
-        # The minutes between checkpoints are an upper limit beside the steps; 0 switches them off, as in SpeechBrain.
-        (
-            lambda: Policy.from_speechbrain({"ckpt_interval_minutes": 15, "ckpt_interval_steps": 0}),
-            {"save_interval_minutes": 15, "save_interval_steps": "auto"},
-        ),
-        (lambda: Policy.from_speechbrain({"ckpt_interval_minutes": 0}), {"save_interval_minutes": None}),
     ],
 )
 def test_what_each_place_says_beside_two_variables(read, expected, monkeypatch):
-    """Dicts, presets, a framework's own settings and hyperparameter files keep their places in the order."""
+    """Dicts, presets and a framework's own settings keep their places in the order."""
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
     monkeypatch.setenv("HOLDFAST_NONFINITE_PATIENCE", "9")
     found = read()

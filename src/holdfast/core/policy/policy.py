@@ -252,28 +252,6 @@ class Policy:
         """
         return cls(**{sources.PRESET: name, **overrides})
 
-    @classmethod
-    def from_speechbrain(cls, source: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Policy:
-        """Return the policy that does what a SpeechBrain recipe asks for; variables and ``overrides`` win over it.
-
-        Args:
-            source: The recipe's hyperparameter file, of which no tag is ever carried out, or its dict. Read are:
-                ``max_grad_norm`` (5.0 without one, as in SpeechBrain; each optimizer has a norm of its own, over all
-                its groups and not only the first), ``clip_grad_norm`` of the separation recipes (one norm over
-                everything; it wins), both off where negative; ``nonfinite_patience`` (0 becomes 1: the first);
-                ``ckpt_interval_steps`` and ``ckpt_interval_minutes`` above 0; ``precision``, also by its old names.
-                Nothing comes of ``skip_nonfinite_grads``: a step with a non-finite gradient is never taken here.
-            overrides: Fields of the policy.
-
-        Raises:
-            PolicyError: H101 for a misspelt key; H102 for a value, also a limit of 0, which would multiply every
-                gradient by 0; H103 for a file that is no YAML mapping.
-        """
-        recipe = sources.from_speechbrain(source)
-        if _strongest(recipe, overrides)["max_grad_norm"] is None:
-            recipe["clip_by"] = "global"
-        return cls(**_strongest(recipe, overrides))
-
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Add ``--preset``, ``--policy FILE`` and an option for each field, such as ``--max-grad-norm 2.0``.

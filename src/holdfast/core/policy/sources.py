@@ -1,4 +1,4 @@
-"""Where the values of a policy come from: YAML files, ``HOLDFAST_*`` variables, options of a command line, recipes.
+"""Where the values of a policy come from: YAML files, ``HOLDFAST_*`` variables, options of a command line.
 
 Here text becomes values by field name. Whether a value is allowed is checked in ``policy_checks``, and which source
 wins is decided in ``policy``.
@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import functools
 import itertools
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy.checks import bad_value
 from holdfast.core.policy.presets import presets
-
-if TYPE_CHECKING:
-    import yaml
 
 PREFIX = "HOLDFAST_"
 PRESET = "preset"  # a key beside the fields: the name of the values that lie below all others
@@ -63,9 +58,7 @@ def check_keys(keys: Iterable[str], fields: Iterable[str], variable: str = "") -
 
 def from_yaml(path: Path, fields: Iterable[str]) -> dict[str, Any]:
     """Return what a YAML file sets; H101 for an unknown key, H103 for a file that is no YAML mapping."""
-    import yaml
-
-    found = {str(key): _plain(value, str(key)) for key, value in _mapping(path, yaml.SafeLoader).items()}
+    found = {str(key): _plain(value, str(key)) for key, value in _mapping(path).items()}
     check_keys(found, fields)
     return found
 
@@ -81,11 +74,11 @@ def from_environment(environment: Mapping[str, str], fields: Iterable[str]) -> d
     return found
 
 
-def _mapping(path: Path, loader: type[yaml.SafeLoader]) -> dict[Any, Any]:
+def _mapping(path: Path) -> dict[Any, Any]:
     import yaml
 
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), loader)  # noqa: S506 - a SafeLoader, here or above
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PolicyError(
             f"policy file {path} cannot be read ({error})",
@@ -175,99 +168,3 @@ def from_options(namespace: argparse.Namespace, fields: Iterable[str]) -> tuple[
     given = {key: getattr(namespace, _OPTION + key, None) for key in (PRESET, *fields)}
     found = {key: _parsed("--" + key.replace("_", "-"), key, text) for key, text in given.items() if text is not None}
     return getattr(namespace, _OPTION + "policy", None), found
-
-
-# --- SpeechBrain's recipes --------------------------------------------------------------------------------------
-
-_NEARLY = 0.82  # how alike a misspelt key is; "ckpt_interval" and "eval_precision" are keys of their own
-_INTERVALS = {"ckpt_interval_steps": "save_interval_steps", "ckpt_interval_minutes": "save_interval_minutes"}
-_OLD_PRECISIONS = {"auto_mix_prec": "fp16", "bfloat16_mix_prec": "bf16"}
-_RECIPE_KEYS = ("max_grad_norm", "clip_grad_norm", "nonfinite_patience", "precision", *_INTERVALS, *_OLD_PRECISIONS)
-
-
-def from_speechbrain(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the policy values that do what a SpeechBrain recipe asks for; see `Policy.from_speechbrain`.
-
-    H101 for a misspelt key, H102 for a value, H103 for a file that is no YAML mapping.
-    """
-    given = source if isinstance(source, Mapping) else _mapping(Path(source), _opaque_loader())
-    for key in given:
-        _check_spelling(str(key))
-    recipe = {key: _followed(given, key) for key in _RECIPE_KEYS if key in given}
-    found: dict[str, Any]
-    if "clip_grad_norm" in recipe:  # a recipe with a fit_batch of its own, which clips over all its modules
-        found = {"max_grad_norm": _limit("clip_grad_norm", recipe["clip_grad_norm"])}
-    else:  # run_opts defaults to 5.0
-        found = {"max_grad_norm": _limit("max_grad_norm", recipe.get("max_grad_norm", 5.0)), "clip_by": "optimizer"}
-    if "nonfinite_patience" in recipe:
-        patience = _number("nonfinite_patience", recipe["nonfinite_patience"])
-        found["nonfinite_patience"] = max(1, patience) if isinstance(patience, int) else patience
-    for key, field in _INTERVALS.items():
-        interval = _number(key, recipe.get(key, 0))
-        if interval > 0:
-            found[field] = interval
-    old = [kind for flag, kind in _OLD_PRECISIONS.items() if recipe.get(flag) is True]
-    if "precision" in recipe or old:
-        found["precision"] = recipe.get("precision", *old[:1])
-    return found
-
-
-def _check_spelling(key: str) -> None:
-    """Refuse a key that is almost one that is read; all others are the recipe's own."""
-    near = difflib.get_close_matches(key.lower().replace("-", "_"), _RECIPE_KEYS, n=1, cutoff=_NEARLY)
-    if near and key not in _RECIPE_KEYS:
-        raise PolicyError(
-            f"key {key!r} in the hyperparameters",
-            limit=f"it is nearly {near[0]!r}, which is read, and would be passed over without a word",
-            fix=f"did you mean {near[0]!r}? If not, give it another name.",
-            rule="H101",
-        )
-
-
-def _limit(name: str, value: Any) -> float | None:
-    number = _number(name, value)
-    if number == 0:
-        raise PolicyError(
-            f"{name}={value!r}",
-            limit="a limit of 0 multiplies every gradient by 0, so that nothing is learnt",
-            fix="pass a limit above 0, or a negative one to turn clipping off, as SpeechBrain documents it.",
-            rule="H102",
-        )
-    return None if number < 0 else number
-
-
-def _number(name: str, value: Any) -> Any:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    raise bad_value(name, value, "a plain number, or a !ref to one in the same file")
-
-
-def _followed(recipe: Mapping[str, Any], key: str) -> Any:
-    """Return a value of a recipe; a ``!ref <key>`` is followed to the value of that key."""
-    value, seen = recipe[key], {key}
-    while isinstance(value, _Tagged) and (target := re.fullmatch(r"!ref <([^<>]+)>", str(value))):
-        if target[1] in seen or target[1] not in recipe:
-            break
-        seen.add(target[1])
-        value = recipe[target[1]]
-    return _plain(value)
-
-
-class _Tagged(str):
-    """A tag that YAML does not know, such as ``!new:``, and what stands behind it: nothing was made of it."""
-
-    __slots__ = ()
-
-
-@functools.cache
-def _opaque_loader() -> type[yaml.SafeLoader]:
-    import yaml
-
-    class OpaqueLoader(yaml.SafeLoader):
-        """Reads plain YAML, and turns whatever has a tag that YAML does not know into a `_Tagged`."""
-
-    def note(_: yaml.SafeLoader, node: yaml.Node) -> _Tagged:
-        return _Tagged(f"{node.tag} {node.value if isinstance(node, yaml.ScalarNode) else ''}".strip())
-
-    OpaqueLoader.add_constructor(None, note)
-    return OpaqueLoader

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
-from holdfast.core.policy.sources import from_speechbrain
 from holdfast.guard.accumulation import Accumulation, divided
 from holdfast.guard.directory import check_found
 from holdfast.guard.hosted import HostedGuard, hosted_policy
@@ -140,11 +139,15 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return {} if found is None else {"optimizer": found}
 
     def _holdfast_settings(self) -> Policy:
-        options = {name: getattr(self, name) for name in ("max_grad_norm", "nonfinite_patience", "precision")}
-        recipe = from_speechbrain(options)
-        if recipe["max_grad_norm"] is None:
-            recipe["clip_by"] = "global"
-        chosen = hosted_policy(self._holdfast_policy, host="the options of the Brain", **recipe)
+        clips = not self.max_grad_norm < 0  # a limit of 0, which would multiply every gradient by 0, is H102
+        chosen = hosted_policy(
+            self._holdfast_policy,
+            host="the options of the Brain",
+            max_grad_norm=self.max_grad_norm if clips else None,
+            clip_by="optimizer" if clips else "global",
+            nonfinite_patience=max(1, int(self.nonfinite_patience)),
+            precision=self.precision,
+        )
         # SpeechBrain ends at the one after so many, a guard at the last of so many.
         return chosen.replace(nonfinite_patience=int(self.nonfinite_patience) + 1)
 
