@@ -534,7 +534,7 @@ def test_a_run_directory_that_vanishes_ends_nothing(supervise):
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")])
 def test_a_hang_is_ended_and_started_again(supervise, launcher):
-    """What stands still is asked, then killed, and runs again: by us, or its rank by its launcher in one attempt."""
+    """What stands still is asked, then killed, and runs again, with its launcher where it has one."""
     request = json.dumps({"steps": 40, "hang_at": 15, "kills": 1})
     limits = ["all=120"] * (not launcher) + ["data wait=1", "forward/backward=1", "optimizer=1"]
     options = [word for limit in limits for word in ("--hang-limit", limit)]
@@ -543,10 +543,9 @@ def test_a_hang_is_ended_and_started_again(supervise, launcher):
     assert code == 0, err
     assert out.count("step 14 ") == 2
     assert run.events("hang")
-    assert len(run.events("attempt_started")) == (1 if launcher else 2)
-    if not launcher:
-        assert run.events("attempt_ended")[0]["signal_sent_by_us"] == signal.SIGTERM
-        assert run.events("verdict")[0]["verdict"]["family"] == "hang"
+    assert len(run.events("attempt_started")) == 2
+    assert run.events("attempt_ended")[0]["signal_sent_by_us"] == signal.SIGTERM
+    assert run.events("verdict")[0]["verdict"]["family"] == "hang"
 
 
 def start_training(supervise: Callable[..., Run], tmp_path: Path, **request: Any) -> tuple[Run, dict[str, Any]]:
@@ -588,14 +587,13 @@ def test_under_torchrun_every_rank_ends_with_the_supervisor(supervise, tmp_path)
     assert gone_within_a_second(mark)
 
 
-@pytest.mark.parametrize(("kills", "status"), [(1, 0), (9, 1)])
-def test_restarts_of_torchrun_are_left_to_it(supervise, kills, status):
-    """A rank that is killed is started again by the launcher, within one attempt of ours; what it gives up ends."""
-    script = f'echo rank; [ "$TORCHELASTIC_RESTART_COUNT" -ge {kills} ] || kill -KILL $$'
+def test_restarts_of_torchrun_are_left_to_it(supervise):
+    """A rank that is killed is started again by the launcher, within one attempt of ours."""
+    script = 'echo rank; [ "$TORCHELASTIC_RESTART_COUNT" -ge 1 ] || kill -KILL $$'
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--no-python"]
     run = supervise(command=[*launcher, "sh", "-c", script])
     code, out, err = run.end()
-    assert (code, out.count("rank\n")) == (status, 2)
+    assert (code, out.count("rank\n")) == (0, 2)
     assert len(run.events("attempt_started")) == 1
     assert "started again" not in err
 

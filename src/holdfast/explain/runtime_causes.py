@@ -64,7 +64,7 @@ def find_end(facts: Facts) -> End:
     if child is not None and (status is None or status > 0):
         status = _as_signal(child.status)
     kills = kills_counted(facts.endings)
-    hang = _hang(facts.events, command, child)
+    hang = _hang(facts.events, command)
     if status is None:
         end = _without_status(facts)
     elif status == 0 and hang is None:
@@ -212,13 +212,9 @@ def _predicted(events: Iterable[Event]) -> Event | None:
     return None
 
 
-def _hang(events: Iterable[Event], command: Ending | None, child: Ending | None) -> Event | None:
-    """Return the hang for which the attempt, or the ranks of a launcher, were ended; None if it went on."""
-    events = list(events)
-    ended = next((event for event in reversed(events) if event.kind == "ranks_ended"), None)
-    pids = ended.data.get("pids") if ended is not None else None
-    of_ranks = isinstance(pids, list) and child is not None and child.pid in pids and bool(command and command.status)
-    if not of_ranks and (command is None or command.sent_by != "supervisor"):
+def _hang(events: Iterable[Event], command: Ending | None) -> Event | None:
+    """Return the hang for which the attempt was ended; None if it went on."""
+    if command is None or command.sent_by != "supervisor":
         return None
     hangs = [event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"]
     return hangs[-1] if hangs else None

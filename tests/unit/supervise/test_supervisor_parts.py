@@ -13,20 +13,10 @@ import pytest
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.run_files import ProcessInfo, write_process
-from holdfast.supervise.launch.commands import find_launcher, make_environment
+from holdfast.supervise.launch.commands import make_environment
 from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
 from holdfast.supervise.launch.supervisor import count_oom_kills
 from holdfast.supervise.process_tree import MARK_VARIABLE, Tree, kill_all
-
-
-def test_launchers_are_known_with_the_restarts_that_they_make_themselves():
-    """Torchrun in all its spellings; a script that merely has such an option is none."""
-    found = find_launcher(["/opt/bin/torchrun", "--nproc-per-node=2", "--max-restarts=3", "train.py"])
-    assert (found.name, found.restarts) == ("torchrun", 3)
-    module = find_launcher(["python3", "-m", "torch.distributed.run", "--max_restarts", "2", "train.py"])
-    assert (module.name, module.restarts) == ("torch.distributed.run", 2)
-    assert find_launcher(["accelerate", "launch", "train.py"]).restarts == 0
-    assert find_launcher(["python", "train.py", "--max-restarts", "3"]) is None
 
 
 def test_a_run_is_named_after_its_script_and_never_takes_a_directory_that_exists(tmp_path):

@@ -89,13 +89,6 @@ class OutputLost(EventData):
     error: str
 
 
-class RanksEnded(EventData):
-    """A rank is gone, so the others got a signal."""
-
-    pids: tuple[int, ...]
-    signal: int
-
-
 class Leftovers(EventData):
     """Processes of the command were left when it ended, and were killed."""
 

@@ -17,8 +17,7 @@ from queue import Empty, SimpleQueue
 from holdfast.core.events import process_events
 from holdfast.core.events.event import EventData
 from holdfast.core.events.process_events import Hang
-from holdfast.recorder.run_files import ProcessInfo, process_lives, read_processes
-from holdfast.supervise.launch.commands import Launcher
+from holdfast.recorder.run_files import read_processes
 from holdfast.supervise.launch.hosts import Hosts
 from holdfast.supervise.launch.output import Copier, Streams
 from holdfast.supervise.launch.signals import ASKING_TO_END, Signals
@@ -57,7 +56,6 @@ class Attempt:
     streams: Streams
     copier: Copier
     signals: Signals  # entered already
-    launcher: Launcher | None
     grace_seconds: float  # between asking it to end and SIGKILL
     emit: Callable[[EventData], None]
     hosts: Hosts | None = None  # the others, where several hosts run one training
@@ -70,7 +68,6 @@ class Attempt:
     _elsewhere: str | None = field(default=None, init=False)
     _ask_at: float = field(default=math.inf, init=False)
     _deadline: float = field(default=math.inf, init=False)
-    _doomed: tuple[float, list[ProcessInfo]] | None = field(default=None, init=False)
     _started: float = field(default_factory=time.monotonic, init=False)
     _last_look: float = field(default_factory=time.monotonic, init=False)
 
@@ -175,12 +172,6 @@ class Attempt:
         self._hang = hang
         if hang.remedy == "end":
             self._limit(0.0)
-        elif self.launcher is not None and self.launcher.restarts:  # it starts its workers again when they end
-            trainers = [info for info in self._processes() if info.role == "trainer" and _lives(info)]
-            pids = tuple(each.pid for each in trainers)
-            self.emit(process_events.RanksEnded(pids=pids, signal=int(signal.SIGTERM)))
-            signal_all(pids, signal.SIGTERM)
-            self._doomed = (time.monotonic() + self.grace_seconds, trainers)
         else:
             self._ask_to_end()
 
@@ -200,14 +191,8 @@ class Attempt:
             self.emit(process_events.EndedElsewhere(why=self._elsewhere))
             self._ask_at = time.monotonic() + self.grace_seconds
 
-    def _processes(self) -> list[ProcessInfo]:
-        return [info for _, info in read_processes(self.run) if info.attempt == self.number]
-
     def _keep_deadlines(self) -> None:
         now = time.monotonic()
-        if self._doomed is not None and now >= self._doomed[0]:
-            signal_all([each.pid for each in self._doomed[1] if _lives(each)], signal.SIGKILL)
-            self._doomed = None
         if now >= self._ask_at and self._sent is None:
             self._ask_at = math.inf
             self._ask_to_end()
@@ -222,7 +207,8 @@ class Attempt:
         """End what the command has left behind: asked first, then killed."""
         left = self.tree.processes()
         if left:
-            known = self._processes()  # a trainer may save in its time of grace: the command may have been a shell
+            # A trainer may save in its time of grace: the command may have been a shell.
+            known = [info for _, info in read_processes(self.run) if info.attempt == self.number]
             may_save = not known or any(info.pid in left for info in known if info.role == "trainer")
             if self._deadline == math.inf or not may_save:
                 self._deadline = time.monotonic() + _LEFTOVER_SECONDS
@@ -242,7 +228,3 @@ class Attempt:
         _, stuck = kill_all(self.tree.processes, _KILL_SECONDS)
         if stuck:
             self.emit(process_events.NotKillable(pids=tuple(sorted(stuck))))
-
-
-def _lives(info: ProcessInfo) -> bool:
-    return process_lives(info.pid, info.ticks)

@@ -9,17 +9,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.errors import PolicyError
 from holdfast.supervise import process_tree
 from holdfast.supervise.launch import child_start
 from holdfast.supervise.launch.output import Streams
-from holdfast.supervise.observe.launchers import find_launcher_name
 from holdfast.supervise.process_tree import MARK_VARIABLE
 
-_RESTARTS_OPTIONS = ("--max-restarts", "--max_restarts")
 _MINIMAL = (sys.executable, "-I", "-S")  # no site-packages, no sitecustomize: 15 ms
 
 
@@ -27,14 +24,6 @@ class CommandError(PolicyError):
     """A command cannot be executed; `status` is what a shell would exit with: 127 if there is none, else 126."""
 
     status = child_start.NOT_FOUND
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launcher:
-    """A program that starts the ranks, and starts them again by itself."""
-
-    name: str  # such as "torchrun"
-    restarts: int  # how often it restarts its workers
 
 
 def find_program(command: Sequence[str]) -> str:
@@ -61,20 +50,6 @@ def find_program(command: Sequence[str]) -> str:
         fix="correct its name, or activate the environment that it belongs to.",
         rule="H720",
     )
-
-
-def find_launcher(command: Sequence[str]) -> Launcher | None:
-    """Return the launcher that a command starts ranks with, or None."""
-    name = find_launcher_name(command)
-    if name is None:
-        return None
-    restarts = 0
-    for index, word in enumerate(command):
-        option, _, value = word.partition("=")
-        if option in _RESTARTS_OPTIONS:
-            value = value or (command[index + 1] if index + 1 < len(command) else "")
-            restarts = int(value) if value.isdigit() else 0
-    return Launcher(name=name, restarts=restarts)
 
 
 def make_environment(

@@ -24,7 +24,7 @@ from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
 from holdfast.supervise.launch.attempt import Attempt, End
-from holdfast.supervise.launch.commands import Sentinel, find_launcher, make_environment, start
+from holdfast.supervise.launch.commands import Sentinel, make_environment, start
 from holdfast.supervise.launch.hosts import Hosts, find_host
 from holdfast.supervise.launch.output import Copier, OutputLog, Streams, open_missing_streams
 from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart
@@ -69,7 +69,6 @@ class Supervisor:
     def __init__(self, plan: Plan, *, quiet: bool = False) -> None:
         open_missing_streams()
         self._plan = plan
-        self._launcher = find_launcher(plan.command)
         self._environment = dict(os.environ)
         self._history: list[Past] = []
         self._lock = threading.Lock()
@@ -167,8 +166,7 @@ class Supervisor:
         sentinel.guard_session(child.pid)
         attempt = Attempt(
             number=number, run=self.run_path, child=child, tree=tree, streams=streams, copier=self._copier,
-            signals=signals, launcher=self._launcher, grace_seconds=plan.grace_seconds,
-            emit=self.emit, hosts=self._hosts,
+            signals=signals, grace_seconds=plan.grace_seconds, emit=self.emit, hosts=self._hosts,
         )  # fmt: skip
         with ExitStack() as watched:
             if plan.limits is not None and plan.observe:  # without boards there is nothing to look at
@@ -241,11 +239,7 @@ class Supervisor:
                 return Stop(why="all restarts are used")
             why = end.elsewhere or "another host has failed"
             return Again(cause=verdict.cause, why=why, delay_seconds=budgets.first_delay_seconds)
-        decision = decide_restart(verdict, self._history, self._plan.budgets, self._environment)
-        if isinstance(decision, Again) and self._launcher is not None and self._launcher.restarts:
-            name, count = self._launcher.name, self._launcher.restarts
-            return Stop(why=f"{name} has restarts of its own, and all {count} are used")
-        return decision
+        return decide_restart(verdict, self._history, self._plan.budgets, self._environment)
 
     def _goes_on(self, decision: Again, verdict: Verdict, signals: Signals) -> bool:
         """Wait until the command is started again; return False if a signal asks to end meanwhile."""
