@@ -21,7 +21,6 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "micro_batch_size": ([*_NOT_A_COUNT, "Auto"], ["auto", None, 1, 64]),
     "grow_after_steps": ([*_NOT_A_COUNT, None], [1, 10**6]),
     "forecast_micro_batch_size": (_NOT_A_COUNT, [None, 1, 64]),
-    "forecast_peak_bytes": (_NOT_A_COUNT, [None, 2**34]),
     "recompute": ([0, 1, "true", None, (), ("",), (1,)], [True, False, ("encoder.layers.0",), ("a", "b.1")]),
     "check_split": ([*_SWITCH[0], "false"], [True, False]),
     "allow_split_with": (

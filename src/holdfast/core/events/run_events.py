@@ -334,14 +334,6 @@ class OptimizerNotTried(_Failure):
     optimizer: str
 
 
-class ForecastCompared(EventData):
-    """What `holdfast plan` forecast, and the peak of the third step; `off_by` is a share of the peak."""
-
-    forecast_bytes: int
-    peak_bytes: int
-    off_by: float
-
-
 # --- values -----------------------------------------------------------------------------------------------------
 
 

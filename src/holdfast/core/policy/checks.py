@@ -57,7 +57,6 @@ CHECKS: dict[str, _Check] = {
     "micro_batch_size": _COUNT_OR_AUTO,
     "grow_after_steps": _COUNT,
     "forecast_micro_batch_size": _OPTIONAL_COUNT,
-    "forecast_peak_bytes": _OPTIONAL_COUNT,
     "recompute": (
         "true, false, or names of modules",
         lambda value: isinstance(value, bool) or (bool(value) and _texts(value)),

@@ -95,10 +95,6 @@ class Policy:
     """With ``micro_batch_size="auto"``: the size to start with, as `holdfast plan` forecast it. More is tried later,
     and at once where the third step leaves room for it. None: the whole batch."""
 
-    forecast_peak_bytes: int | None = None
-    """Peak that `holdfast plan` forecast for ``torch.cuda.max_memory_allocated``. It is compared with that of the
-    third step, and the difference recorded as ``"forecast_compared"``."""
-
     recompute: bool | tuple[str, ...] = True
     """Whether activation checkpointing may be switched on when memory is short, for what saves most. Names,
     such as ``["encoder.layers.0"]``: these are recomputed from the first step on, and no others, as `holdfast plan`

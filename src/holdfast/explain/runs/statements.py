@@ -42,13 +42,10 @@ def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]
     """Return the exceptions that a process recorded, each with what it was raised from, the root first."""
     found: list[Statement] = []
     for event in events:
-        if event.kind not in ("exception", "last_words"):
+        if event.kind != "exception":
             continue
         common: dict[str, Any] = {"source": f"process {info.pid}", "rank": info.rank, "pid": info.pid}
         common["unix_seconds"] = event.unix_seconds
-        if event.kind == "last_words":
-            found.append(Statement(text=text_of(event.data.get("text")), position=len(found), **common))
-            continue
         found += chain_of(event.data, fatal=event.data.get("fatal"), position=len(found), common=common)
     return found
 

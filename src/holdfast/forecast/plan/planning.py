@@ -74,7 +74,6 @@ class Row:
             "recompute": recompute,
             "micro_batch_size": "auto",
             "forecast_micro_batch_size": self.micro_batch_size,
-            "forecast_peak_bytes": self.live_bytes,
         }
 
 

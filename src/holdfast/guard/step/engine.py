@@ -49,7 +49,7 @@ from holdfast.memory.recompute import COMPILED, may_come_of_recomputing
 from holdfast.memory.saved_bytes import NOTHING_SAVES
 from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
 
-_COMPARED_STEP = 3  # in the first, state is made and kernels are chosen
+_SETTLED_STEP = 3  # in the first, state is made and kernels are chosen
 # Of the time since the run was opened, for probes.
 _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0, 60.0
 
@@ -73,8 +73,6 @@ class StepEngine:
         self._safety.alone = self.ranks.alone
         self.buffers = self.attempts.buffers
         self.loss_scale = self.attempts.loss_scale
-        forecast = policy.forecast_peak_bytes  # what the peak of these devices is compared with
-        self._cuda = [device for device in self._devices if device.type == "cuda" and forecast is not None]
         self._model_order = _ModelOrder(parts)
         self._replay = Replay(parts, self.attempts)
         self._fusing = Fusing(parts, record) if policy.fuse else None
@@ -194,9 +192,7 @@ class StepEngine:
         self.state.commit()
         try:
             self._step_optimizers(work.names, outcome, work.parameters)
-            if self._step_id == _COMPARED_STEP:
-                self._compare_with_forecast()
-            elif self._step_id < _COMPARED_STEP and self.parts.device_type() == "cpu":
+            if self._step_id < _SETTLED_STEP and self.parts.device_type() == "cpu":
                 trim_heap()  # what only the first steps take, such as a copy of the batch, would stay in the heap
             if self.loss_scale.enabled:
                 self.loss_scale.update()
@@ -227,8 +223,6 @@ class StepEngine:
             work.attempts += 1
             failure = None
             try:
-                for device in self._cuda if self._step_id == _COMPARED_STEP else ():
-                    torch.cuda.reset_peak_memory_stats(device)
                 attempt = self.attempts.make(work, self.ladder.plan)
                 if ranks.accepts is None or ranks.accepts(attempt):
                     return attempt
@@ -287,16 +281,6 @@ class StepEngine:
             self.attempts.restore(work)
         if splits and not may_split:
             self.ladder.without_split()
-
-    def _compare_with_forecast(self) -> None:
-        """Record how far the forecast was off, once."""
-        forecast = self.policy.forecast_peak_bytes
-        if forecast is None:
-            return
-        peak = max((torch.cuda.max_memory_allocated(device) for device in self._cuda), default=0)
-        if peak:
-            off = round(forecast / peak - 1, 4)
-            self.record.emit(run_events.ForecastCompared(forecast_bytes=forecast, peak_bytes=peak, off_by=off))
 
     def _decide(self, work: Work, found: str) -> None:
         """Ask the ladder what to do about a lack of memory, and record it; raise H401 if nothing is left."""
