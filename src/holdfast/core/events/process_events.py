@@ -158,13 +158,6 @@ class Stacks(EventData):
     seconds: float
 
 
-class Paused(EventData):
-    """A debugger holds a process, or a person: no limit counts."""
-
-    pid: int
-    phase: str
-
-
 class ProcessStopped(EventData):
     """A signal has stopped a process."""
 

@@ -135,13 +135,9 @@ class Watchdog:
         if found is None or found.ticks != process.info.ticks or found.state in "ZX":
             process.alive = False
             return True
-        if found.state not in "Tt":
-            return False
-        if found.state == "t" and not process.paused:  # a debugger; what a signal has stopped is reported elsewhere
-            process.paused = True
-            self._emit(process_events.Paused(pid=process.info.pid, phase=process.phase_name))
-        process.count_from(now)
-        return True
+        if found.state in "Tt":
+            process.count_from(now)
+        return found.state in "Tt"
 
     def _others_move(self, process: Watched, now: float) -> bool:
         """Return whether another rank is within its limit: then this one may well wait for it, in a collective.

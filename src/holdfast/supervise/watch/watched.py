@@ -29,7 +29,7 @@ class Watched:
 
     def __init__(self, folder: Path, info: ProcessInfo, limits: HangLimits) -> None:
         self.folder, self.info = folder, info
-        self.alive, self.paused = True, False
+        self.alive = True
         self.stopped_since: float | None = None
         """When it was first seen to be stopped by a signal, on the clock of `refresh`."""
         self.standing = _UNKNOWN
@@ -57,7 +57,7 @@ class Watched:
             until = standing.since_seconds if standing.progress == before.progress + 1 else self._seen
             began = max(before.since_seconds, self._counted_from)
             self._learned.ended(before.phase, max(0.0, until - began), now)
-        self.standing, self._seen, self._next_age, self.paused = standing, now, 0.0, False
+        self.standing, self._seen, self._next_age = standing, now, 0.0
 
     def refresh(self, now: float) -> None:
         """Find out whether it is there and runs, and read again what it says of itself if that is new."""
@@ -87,7 +87,7 @@ class Watched:
 
     def moves(self, now: float) -> bool:
         """Return whether it is known to be within its limit."""
-        return self.standing is not _UNKNOWN and not self.paused and self.age(now) <= self.limit()
+        return self.standing is not _UNKNOWN and self.age(now) <= self.limit()
 
     def is_overdue(self, now: float) -> bool:
         """Return whether it is time to look closer: over the limit, and again each time that this has doubled."""
