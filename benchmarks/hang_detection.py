@@ -27,7 +27,7 @@ from benchmarks.hang_cases import MECHANISMS, ODD, PHASES, RANKS, marked_lines, 
 from benchmarks.results_file import Result, read_options
 from holdfast.core.events.event import EventData
 from holdfast.core.events.process_events import Hang, HangSuspected
-from holdfast.supervise.observe.environment import observing
+from holdfast.supervise.launch.commands import observing
 from holdfast.supervise.watch.limits import HangLimits
 from holdfast.supervise.watch.stacks import Stacks
 from holdfast.supervise.watch.watchdog import Watchdog

@@ -24,7 +24,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board, request_trace
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, read_processes
-from holdfast.supervise.observe.environment import observing
+from holdfast.supervise.launch.commands import observing
 
 _STEPS_BEFORE = 5
 _PATIENCE_SECONDS = 40.0

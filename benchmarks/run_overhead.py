@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import Result, read_options
-from holdfast.supervise.observe.environment import observing
+from holdfast.supervise.launch.commands import observing
 
 _TIMED = (("mlp", 50.0, 1.01), ("conv", 50.0, 1.01), ("mlp", 5.0, 1.03), ("conv", 5.0, 1.03))
 _STARTUP_SECONDS = 0.3

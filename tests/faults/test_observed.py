@@ -19,7 +19,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.progress import Phase, Standing, StepSample, read_board, read_samples
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, ProcessInfo, read_processes
-from holdfast.supervise.observe.environment import observing
+from holdfast.supervise.launch.commands import observing
 
 PROGRAM = Path(__file__).parent / "programs" / "observed_train.py"
 GUARDED = Path(__file__).parent / "programs" / "train.py"

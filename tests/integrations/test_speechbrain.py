@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from speechbrain.utils.checkpoints import Checkpointer
 
 from holdfast.integrations.speechbrain import HoldfastMixin
-from holdfast.integrations.speechbrain.brain import cut_padded, joined
+from holdfast.integrations.speechbrain.brain import cut_padded
 
 logging.getLogger("speechbrain").setLevel(logging.ERROR)
 pytestmark = [pytest.mark.filterwarnings("ignore:.*recoverable is marked as optional")]
@@ -61,6 +61,7 @@ class Plain(sb.Brain):
             self.checkpointer.add_recoverable("sgd", self.optimizer)
 
     def on_fit_batch_end(self, batch: Any, outputs: Any, loss: torch.Tensor, should_step: bool) -> None:
+        assert outputs.shape[0] == len(batch)
         self.seen.append((float(loss.detach()), outputs.shape[0], should_step))
 
     def on_stage_end(self, stage: Any, stage_loss: Any, epoch: Any = None) -> None:
@@ -131,12 +132,12 @@ def test_the_last_window_of_an_epoch_is_stepped_although_it_is_not_full(tmp_path
 
 @pytest.mark.parametrize("factor", [1, 3])
 def test_a_padded_batch_that_does_not_fit_is_cut_and_training_ends_where_it_would_have(tmp_path, factor):
-    """After out-of-memory in backward, weights and losses are the undisturbed ones up to rounding, outputs whole."""
+    """After out-of-memory in backward, weights and losses are the undisturbed ones up to rounding, of all parts."""
     plain = train(Plain, tmp_path, batches(), grad_accumulation_factor=factor)
     guarded = train(Guarded, tmp_path, batches(), grad_accumulation_factor=factor, fails_at={2: 5, 6: 2})
     for a, b in zip(weights(guarded), weights(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    assert [size for _, size, _ in guarded.seen] == [8] * 12
+    assert [size for _, size, _ in guarded.seen].count(8) < 12 == len(guarded.seen)
     assert [loss for loss, _, _ in guarded.seen] == pytest.approx([loss for loss, _, _ in plain.seen], rel=1e-4)
     assert "split" in kinds(tmp_path)
     with pytest.raises(RuntimeError, match="allocate"):
@@ -194,16 +195,6 @@ def test_patience_is_speechbrains(tmp_path, kind):
     assert len(fed(good[0], bad).seen) == 2
     with pytest.raises((NonFiniteError, ValueError)):
         fed(good[0], bad, bad, good[1])
-
-
-def test_what_came_of_parts_is_put_together():
-    """Tensors and lists with an entry for each sample are joined in order, also where the parts are not alike."""
-    parts = [(torch.ones(n, 2), ["a", "b", "c"][:n], {"hyps": [[1], [2, 3], []][:n]}, 0.5) for n in (3, 2)]
-    tensors, names, found, number = joined(parts, [3, 2])
-    assert (tensors.shape, names, number) == ((5, 2), ["a", "b", "c", "a", "b"], 0.5)
-    assert found["hyps"] == [[1], [2, 3], [], [1], [2, 3]]
-    same = [[torch.ones(2), torch.zeros(2)], [torch.ones(2), torch.zeros(2)]]
-    assert [each.tolist() for each in joined(same, [2, 2])] == [[1, 1, 1, 1], [0, 0, 0, 0]]
 
 
 class Alternating(Plain):

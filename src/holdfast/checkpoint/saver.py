@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +26,16 @@ import torch
 from holdfast.checkpoint.buffers import Groups, HostBuffers
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.expanded import is_expanded
-from holdfast.checkpoint.seal import HEADER, Extent, Manifest, damaged, read_manifest, unreadable, verify_file
+from holdfast.checkpoint.seal import (
+    HEADER,
+    Extent,
+    Manifest,
+    damaged,
+    read_manifest,
+    tensors_in,
+    unreadable,
+    verify_file,
+)
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.durable import fsync_path, write_file
 from holdfast.core.errors import CheckpointError
@@ -361,11 +371,8 @@ def _read_tensors(
         pieces: dict[str, list[_Rows]] = {}
         for path in paths:
             file = files.enter_context(path.open("rb"))
-            (size,) = struct.unpack("<Q", file.read(8))
-            for name, place in json.loads(file.read(size)).items():
-                begin, end = place["data_offsets"]
-                dtype, shape = _TYPES[place["dtype"]], torch.Size(place["shape"])
-                pieces.setdefault(name, []).append(_Rows(file, 8 + size + begin, end - begin, dtype, shape))
+            for name, begin, end, dtype, shape in itertools.islice(tensors_in(path), 1, None):  # after the header
+                pieces.setdefault(name, []).append(_Rows(file, begin, end - begin, _TYPES[dtype], torch.Size(shape)))
         return {name: _read_tensor(name, found, into.get(name), share_of) for name, found in pieces.items()}
 
 

@@ -244,7 +244,7 @@ def _extents_of(path: Path) -> dict[str, Extent]:
     parts: list[tuple[str, int, int, str, tuple[int, ...]]] = [("file", 0, path.stat().st_size, "", ())]
     if path.suffix == ".safetensors":
         with contextlib.suppress(ValueError, KeyError, struct.error):  # it is not what its name says
-            parts = list(_tensors(path))
+            parts = list(tensors_in(path))
     with path.open("rb") as file:
         return {
             name: Extent(begin=begin, end=end, sha256=_digest(file, begin, end), dtype=dtype, shape=shape)
@@ -252,7 +252,7 @@ def _extents_of(path: Path) -> dict[str, Extent]:
         }
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
+def tensors_in(path: Path) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
     """Yield name, begin, end, type and shape of each part of a safetensors file."""
     with path.open("rb") as file:
         length = struct.unpack("<Q", file.read(8))[0]

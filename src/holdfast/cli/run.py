@@ -20,9 +20,8 @@ _Limits = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PHASE=SECONDS",
-        help="Longest stand-still of a phase, or of all of them (all=SECONDS); may be repeated. floor=SECONDS: the "
-        "least for the phases of a step. moving=SECONDS: how long a process "
-        "that still computes is left alone. SECONDS may be 'off'.",
+        help="Longest stand-still of a phase, or of all of them (all=SECONDS); may be repeated. moving=SECONDS: how "
+        "long a process that still computes is left alone. SECONDS may be 'off'.",
     ),
 ]
 _Blind = Annotated[bool, typer.Option("--no-observe", help="Record nothing inside Python processes; nor watch them.")]

@@ -317,19 +317,15 @@ def _without_early(candidates: list[Candidate]) -> list[Candidate]:
             later = begins.get(rank)
             far = later is not None and later - statement.position > _BURST_LINES
             if far or (last.resumed and rank in roots):
-                candidate = _moved(candidate, CAUGHT)
+                candidate = replace(candidate, tier=CAUGHT)
             else:
                 begins[rank] = statement.position
         elif raised and last.overtaken and rank not in roots:
-            candidate = _moved(candidate, 3)
+            candidate = replace(candidate, tier=3)
         if raised and candidate.tier < CAUGHT and candidate.signature.role == "root":
             roots.add(rank)
         found.append(candidate)
     return found[::-1]
-
-
-def _moved(candidate: Candidate, tier: int) -> Candidate:
-    return replace(candidate, tier=tier)
 
 
 _OF_ANOTHER_RANK = "H114"  # follows from the failure of another, which may have left more than its text

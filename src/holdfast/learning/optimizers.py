@@ -156,9 +156,7 @@ class OptimizerObserver:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.known.steps = int(state["steps"])
-        points = state["losses"]
-        if "loss_steps" in state:  # once they were pairs
-            points = zip(state["loss_steps"], points, strict=True)
+        points = zip(state["loss_steps"], state["losses"], strict=True)
         self.known.losses = [(int(step), float(loss)) for step, loss in points]
 
 

@@ -40,7 +40,7 @@ def main() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     loader = torch.utils.data.DataLoader(Samples(), batch_size=8, num_workers=request.get("workers", 0))
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("ATTEMPT_BY_HOLDFAST") or 0)
+    attempt = sum(int(os.environ.get(each, 0)) for each in ("TORCHELASTIC_RESTART_COUNT", "ATTEMPT_BY_HOLDFAST"))
     batches = iter(loader)
     steps = (
         os.open(request["steps_file"], os.O_CREAT | os.O_APPEND | os.O_WRONLY) if "steps_file" in request else None

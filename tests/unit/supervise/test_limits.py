@@ -70,15 +70,15 @@ def test_what_comes_with_each_step_is_forgotten_and_what_comes_seldom_is_not() -
     assert learned.limit(Phase.EVALUATION) == 4_000.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(Phase), st.floats(0, 1e5)), max_size=50), st.floats(0.1, 1e4))
+@given(st.lists(st.tuples(st.sampled_from(Phase), st.floats(0, 1e5)), max_size=50))
 def test_a_limit_is_never_below_its_floor_nor_below_the_longest_in_its_window(
-    ended: list[tuple[Phase, float]], floor: float
+    ended: list[tuple[Phase, float]],
 ) -> None:
     """Whatever was seen within an hour, what was healthy then is no hang now."""
-    learned = LearnedLimits(HangLimits(floor_seconds=floor))
+    learned = LearnedLimits(HangLimits())
     for number, (phase, seconds) in enumerate(ended):
         learned.ended(phase, seconds, float(number))
     for phase, seconds in ended:
         if phase not in (Phase.STARTING, Phase.FIRST_STEP, Phase.ENDING):
             assert learned.limit(phase) >= seconds
-        assert learned.limit(phase) >= HangLimits(floor_seconds=floor).floor(phase)
+        assert learned.limit(phase) >= FLOORS[phase]

@@ -17,7 +17,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, read_processes
-from holdfast.supervise.observe.environment import observing
+from holdfast.supervise.launch.commands import observing
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 _OUTSIDE = sys._base_executable  # type: ignore[attr-defined] # the interpreter without the packages of the environment

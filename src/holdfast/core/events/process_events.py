@@ -60,7 +60,6 @@ class Signal(EventData):
     """A signal came, and was passed on."""
 
     number: int
-    sender: str = "user"
 
 
 class Verdict(EventData):

@@ -203,5 +203,4 @@ def relevant_lines(texts: Sequence[str]) -> set[int]:
 
 def is_relevant(text: str) -> bool:
     """Return whether a line has a word that errors have."""
-    lowered = text.lower().encode("utf-8", errors="replace") + b"\n"
-    return any(word in lowered for word in _WORDS)
+    return bool(relevant_lines([text]))

@@ -14,8 +14,9 @@ SpeechBrain's. While nothing goes wrong, a training is SpeechBrain's own, bit fo
 ``nonfinite_patience`` is how many losses of NaN or Inf in a row are passed over before training returns to a good
 state or ends. ``check_loss_isfinite`` and ``check_gradients`` are not called: such a step is never made.
 
-``on_fit_batch_end`` gets ``should_step=False`` for a step that was skipped, and ``optimizer_step`` counts steps that
-were made. Checkpoints within an epoch wait for the end of a window. After SIGTERM there is one, and the process ends.
+``on_fit_batch_end`` gets ``should_step=False`` for a step that was skipped, and of a batch that was cut the last part
+with its outputs; the loss is that of all. ``optimizer_step`` counts steps that were made. Checkpoints within an epoch
+wait for the end of a window. After SIGTERM there is one, and the process ends.
 A Brain with a ``fit_batch`` of its own (a GAN) calls `HoldfastMixin.guarded_step` there; what goes past it is not
 guarded.
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
@@ -75,7 +75,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_loader: DataLoader | None = None
         self._holdfast_position: dict[str, Any] | None = None  # that the loader goes on from
         self._holdfast_batches: int | None = None  # of an epoch
-        self._holdfast_seen: list[tuple[Any, int]] = []  # outputs of the parts of a batch
+        self._holdfast_seen: tuple[Any, Any] | None = None  # the last part of a batch, and its outputs
         if self.checkpointer is not None:
             sealed(self.checkpointer)
             self.checkpointer.add_recoverable(
@@ -119,7 +119,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             model=self.modules,
             optimizer=optimizers,
         )
-        self.holdfast_guard, self._holdfast_steps = guard, Accumulation(guard, self._holdfast_seen.clear)
+        self.holdfast_guard, self._holdfast_steps = guard, Accumulation(guard)
         if self.checkpointer is not None:
             self.checkpointer.emit, self.checkpointer.may_save = guard.emit, lambda: may_save(guard)
         if type(self).fit_batch is not HoldfastMixin.fit_batch:
@@ -184,11 +184,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         result = make(batch, self._holdfast_loss, optimizer=self._holdfast_active(), split=split_of(batch))
         self.nonfinite_count += result.skipped and not bool(torch.isfinite(result.loss))
         self.optimizer_step += should_step and not result.skipped
-        seen, outputs = list(self._holdfast_seen), None
-        self._holdfast_seen.clear()
-        if seen:
-            outputs = joined([each for each, _ in seen], [size for _, size in seen])
-        self.on_fit_batch_end(batch, outputs, result.loss, should_step and not result.skipped)
+        part, outputs = self._holdfast_seen or (batch, None)
+        self._holdfast_seen = None
+        self.on_fit_batch_end(part, outputs, result.loss, should_step and not result.skipped)
         return result.loss.detach().cpu()
 
     def _should_save_intra_epoch_ckpt(self, last_ckpt_time: Any, steps_since_ckpt: Any) -> bool:
@@ -218,8 +216,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             loss: torch.Tensor = self.compute_objectives(outputs, part, stage)
         assert self._holdfast_steps is not None
         if self._holdfast_steps.attempting:
-            seen = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-            self._holdfast_seen.append((seen, samples_in(part)))
+            self._holdfast_seen = part, tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
         return divided(loss, self.grad_accumulation_factor)
 
     def _holdfast_active(self) -> list[str]:
@@ -295,14 +292,6 @@ def split_of(batch: Any) -> Split:
     return cut_padded if is_padded(batch) else 0
 
 
-def samples_in(batch: Any) -> int:
-    """Return the samples of a ``PaddedBatch`` or of the first tensor of another batch."""
-    if is_padded(batch):
-        return len(batch)
-    first = batch[0] if isinstance(batch, (list, tuple)) else batch
-    return len(first) if hasattr(first, "__len__") else 1
-
-
 def cut_padded(batch: Any, size: int) -> list[Any]:
     """Cut a ``PaddedBatch`` into parts of so many samples; padding and relative lengths stay as they are."""
     name = next(name for name in vars(batch) if name.endswith("__keys"))  # private, as its length is
@@ -321,38 +310,3 @@ def _cut(value: Any, where: slice) -> Any:
     if not hasattr(value, "lengths"):
         return value[where]
     return type(value)(value.data[where], value.lengths[where])  # PaddedData
-
-
-def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Put together what ``compute_forward`` returned for the parts of a batch.
-
-    Args:
-        parts: Tuples, lists, dicts and tensors, of one structure.
-        sizes: Samples of each part.
-
-    Returns:
-        The same structure: tensors joined along their first dimension, lists with an entry for each sample, such as
-        decoded words, one after the other. What has no such dimension is that of the last part.
-    """
-
-    def flattened(part: Any, size: int) -> tuple[list[Any], Any]:
-        return tree_flatten(part, lambda value: isinstance(value, list) and len(value) == size and _is_plain(value))
-
-    if len(parts) == 1:
-        return parts[0]
-    leaves, structures = zip(*map(flattened, parts, sizes), strict=True)
-    if any(structure != structures[0] for structure in structures):
-        return parts[-1]
-    return tree_unflatten([_join(each, sizes) for each in zip(*leaves, strict=True)], structures[0])
-
-
-def _join(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if isinstance(leaves[0], list):
-        return [entry for leaf in leaves for entry in leaf]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
-    fits = [len(tensor) for tensor in tensors] == list(sizes)
-    return torch.cat(tensors) if fits else leaves[-1]
-
-
-def _is_plain(value: Any) -> bool:
-    return not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))

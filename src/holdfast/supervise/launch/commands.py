@@ -12,11 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.core.errors import PolicyError
+from holdfast.recorder.run_files import ATTEMPT_VARIABLE, OBSERVE_VARIABLE
 from holdfast.supervise import process_tree
 from holdfast.supervise.launch import child_start
 from holdfast.supervise.launch.output import Streams
 from holdfast.supervise.process_tree import MARK_VARIABLE
 
+_INJECTED = Path(__file__).parents[1] / "injected"
 _MINIMAL = (sys.executable, "-I", "-S")  # no site-packages, no sitecustomize: 15 ms
 
 
@@ -58,14 +60,27 @@ def make_environment(
     """Return the environment of the command."""
     found = dict(environment)
     if observe:
-        from holdfast.supervise.observe.environment import observing
-
         found = observing(found, run, attempt)
     else:
         found.setdefault("PYTHONUNBUFFERED", "1")  # or what it printed last would be lost when it is killed
     above = found.get(MARK_VARIABLE)
     found[MARK_VARIABLE] = f"{above},{mark}" if above else mark
     return found
+
+
+def observing(environment: Mapping[str, str], run: Path, attempt: int) -> dict[str, str]:
+    """Return an environment in which every Python process, children included, records into a run directory.
+
+    Args:
+        environment: Of the command; its ``PYTHONPATH`` comes after ours. Not changed.
+        run: The run directory, which exists.
+        attempt: Which attempt of the supervisor this is, from 0.
+    """
+    theirs = environment.get("PYTHONPATH", "")  # if empty nothing, whereas an empty entry is the current directory
+    entries = [entry for entry in theirs.split(os.pathsep) if entry != str(_INJECTED)] if theirs else []
+    path = os.pathsep.join([str(_INJECTED), *entries])
+    ours = {"PYTHONPATH": path, OBSERVE_VARIABLE: str(run.absolute()), ATTEMPT_VARIABLE: str(attempt)}
+    return {**environment, **ours}
 
 
 def start(

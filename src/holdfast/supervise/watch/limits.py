@@ -1,6 +1,6 @@
 """How long each phase of training may stand still: learned from the run above a floor, or as asked for. Pure.
 
-A phase may take `HangLimits.factor` times the longest that it took lately, and never less than its floor. What counts
+A phase may take 8 times the longest that it took lately, and never less than its floor. What counts
 is that something moves: a long evaluation that hands out batches moves with each.
 """
 
@@ -28,9 +28,9 @@ FLOORS: Mapping[Phase, float] = {
 reading a data set into memory, compiling a large model, a metric over a whole test set, a checkpoint on a network
 disk take minutes. (NVIDIA's resiliency extension allows 60 minutes before the first step and 45 after it.)"""
 
+_FACTOR = 8.0  # as for the loader's workers: of 1 M heavy-tailed steps none is so much longer than the longest before
 _ONCE = frozenset({Phase.STARTING, Phase.FIRST_STEP, Phase.ENDING})
-_EACH_STEP = frozenset({Phase.DATA_WAIT, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER})
-_OTHERS = ("all", "floor", "moving")
+_OTHERS = ("all", "moving")
 _WINDOW_SECONDS, _WINDOW_COUNT = 3600.0, 256
 
 
@@ -48,16 +48,11 @@ class HangLimits:
 
     Args:
         fixed: Limits in seconds that were given for a phase; nothing is learned for these. `math.inf` is never.
-        floor_seconds: Lower bound of what is learned for the phases of a step; None for 30 s.
-        factor: A phase may take so many times the longest that it took lately. 8 as for the loader's workers: of 1 M
-            heavy-tailed steps none is so much longer than the longest before.
         moving_seconds: How long a process is left alone that stands still but uses a processor, or moves bytes: to
             end a run that still computes is worse than to wait an hour.
     """
 
     fixed: Mapping[Phase, float] = field(default_factory=dict)
-    floor_seconds: float | None = None
-    factor: float = 8.0
     moving_seconds: float = 3600.0
 
     @classmethod
@@ -66,31 +61,30 @@ class HangLimits:
 
         Args:
             settings: ``PHASE=SECONDS`` each; ``off`` for no limit. Besides the phases there are ``all`` (each phase
-                that is not named), and ``floor`` and ``moving``, as the fields of this class.
+                that is not named), and ``moving``, as the field of this class.
 
         Raises:
             PolicyError: H726 if there is no ``=``, H727 for an unknown phase, H728 for what is no positive number.
         """
         fixed: dict[Phase, float] = {}
-        numbers: dict[str, float] = {}
+        others: dict[str, float] = {}
         for name, number in map(_read, settings):
             if name == "all":
                 fixed = dict.fromkeys(Phase, number) | fixed
             elif name in _PHASES:
                 fixed[_PHASES[name]] = number
             else:
-                numbers[f"{name}_seconds"] = number
-        return cls(fixed=fixed, **numbers)
+                others["moving_seconds"] = number
+        return cls(fixed=fixed, **others)
 
     def floor(self, phase: Phase) -> float:
         """Return the least that a phase may take, in seconds."""
-        of_step = self.floor_seconds if phase in _EACH_STEP else None
-        return self.fixed.get(phase, FLOORS[phase] if of_step is None else of_step)
+        return self.fixed.get(phase, FLOORS[phase])
 
     def limit(self, phase: Phase, longest_seconds: float) -> float:
         """Return what a phase may take, in seconds, if it took so long lately."""
         is_learned = phase not in self.fixed and phase not in _ONCE
-        return max(self.floor(phase), self.factor * longest_seconds if is_learned else 0.0)
+        return max(self.floor(phase), _FACTOR * longest_seconds if is_learned else 0.0)
 
 
 def _read(setting: str) -> tuple[str, float]:

@@ -96,7 +96,7 @@ class Watchdog:
                 process.count_from(now)
         self._watched.look(now)
         self._report_stops(now)
-        for process in [process for process in self._watched.judged if process.is_overdue(now)]:
+        for process in [process for process in self._watched.judged if process.left(now) < 0.0]:
             if self._is_paused(process, now) or self._others_move(process, now):
                 continue
             try:

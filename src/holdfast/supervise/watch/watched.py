@@ -89,12 +89,8 @@ class Watched:
         """Return whether it is known to be within its limit."""
         return self.standing is not _UNKNOWN and self.age(now) <= self.limit()
 
-    def is_overdue(self, now: float) -> bool:
-        """Return whether it is time to look closer: over the limit, and again each time that this has doubled."""
-        return self.left(now) < 0.0
-
     def left(self, now: float) -> float:
-        """Return how long it may still stand still until it is time to look closer, in seconds."""
+        """Return the seconds until a closer look is due: at the limit, and again each time that this has doubled."""
         return max(self.limit(), self._next_age) - self.age(now)
 
     def look_again(self, age: float) -> None:
