@@ -69,14 +69,6 @@ class Attempt:
     extra: Mapping[str, Any] | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Ruling:
-    """What is thought of an attempt with finite values, before it is committed."""
-
-    decision: Decision | None = None  # why it must not be committed, or None
-    max_norm: float | None = None  # what its gradient norm is to be scaled down to, or None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """Where NaN or Inf came from, as far as a replay has shown."""

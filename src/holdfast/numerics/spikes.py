@@ -2,7 +2,7 @@
 
 A `SpikeDetector` measures how far a value stands above the usual ones, in units of their own upward scatter:
 
-soft      the norm stands out: cause for a tighter clip, nothing more
+soft      the norm stands out, which calls for nothing by itself
 hard      loss and norm stand far out together
 diverged  the recent losses as a whole have left their usual level
 

@@ -38,7 +38,6 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "nonfinite_patience": (_NOT_A_COUNT, [None, 1]),
     "max_rollbacks": ([-1, 1.5, math.nan, True, False, None, "2"], [0, 1]),
     "spike_action": (["rollback", "Skip", None, False], ["off", "warn", "skip", "roll_back"]),
-    "spike_clip": _SWITCH,
     "snapshot_interval_steps": (_NOT_A_COUNT, [None, 1]),
     "rollback_lr_factor": (
         [0.0, 1.0, 1, 0, -0.5, 2.0, math.nan, math.inf, "0.5", True], [None, 0.5, np.float64(0.1)],
@@ -197,7 +196,6 @@ def test_a_list_in_a_variable_needs_no_brackets(monkeypatch: pytest.MonkeyPatch)
 _CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"clip_by": "group"}, "clip_by='group' with max_grad_norm=None"),
     ({"clip_by": "optimizer", "max_grad_norm": None}, "clip_by='optimizer' with max_grad_norm=None"),
-    ({"spike_clip": True, "spike_action": "off"}, "spike_clip=True with spike_action='off'"),
     ({"drop_nonfinite_samples": True, "provenance": False}, "drop_nonfinite_samples=True with provenance=False"),
     (
         {"allow_split_with": ("buffers",), "micro_batch_size": None},
@@ -215,7 +213,6 @@ _CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 _AGREEMENTS: list[dict[str, Any]] = [
     {"clip_by": "group", "max_grad_norm": 1.0},
     {"clip_by": "optimizer", "max_grad_norm": 1.0},
-    {"spike_clip": True, "spike_action": "warn"},
     {"drop_nonfinite_samples": True, "provenance": True},
     {"allow_split_with": ("buffers",), "micro_batch_size": 4},
     {"rollback_lr_factor": 0.5, "spike_action": "off"},

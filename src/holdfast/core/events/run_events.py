@@ -377,10 +377,6 @@ class Spike(EventData):
     level: str
 
 
-class SpikeClipped(Spike):
-    """Loss and gradient norm stand out; the gradient was scaled down to the usual norm."""
-
-
 class NormOverflowed(EventData):
     """The norm of a finite gradient is larger than float32 holds; it was taken in float64."""
 

@@ -74,7 +74,6 @@ CHECKS: dict[str, _Check] = {
     "nonfinite_patience": _OPTIONAL_COUNT,
     "max_rollbacks": ("a whole number >= 0", lambda value: _whole(value, 0)),
     "spike_action": _one_of(SpikeAction),
-    "spike_clip": _FLAG,
     "snapshot_interval_steps": _OPTIONAL_COUNT,
     "rollback_lr_factor": (
         "a number above 0 and below 1, or None to turn it off",

@@ -144,10 +144,6 @@ class Policy:
     steps; ``"roll_back"`` to the last good state when they persist, and pass over the batches that led there. Not by
     default: a new task, or a term of the loss that sets in, looks the same."""
 
-    spike_clip: bool = False
-    """Whether a gradient whose norm stands out, though not far, is scaled down to the usual norm. This acts on
-    healthy runs too, which is why it has to be asked for."""
-
     snapshot_interval_steps: int | None = 100
     """Optimizer steps between copies of the state in host memory, to which a rollback returns; none are kept where
     they do not fit, and None keeps none: a rollback then returns to a checkpoint. 100: PaLM's restart distance."""
@@ -317,9 +313,6 @@ def _contradictions(policy: Policy) -> Iterator[tuple[str, str, str]]:
     if policy.save_interval_minutes is not None and policy.save_interval_steps is None:
         what = f"save_interval_minutes={policy.save_interval_minutes!r} with save_interval_steps=None"
         yield what, "no checkpoints are written", "pass save_interval_steps='auto' or a number, or drop the minutes."
-    if policy.spike_clip and policy.spike_action == "off":
-        what = "spike_clip=True with spike_action='off'"
-        yield what, "spikes are not looked for", "use spike_action='warn' to clip spikes only."
     if policy.drop_nonfinite_samples and not policy.provenance:
         what = "drop_nonfinite_samples=True with provenance=False"
         yield what, "the samples are not looked for", "leave provenance on: it finds the samples."

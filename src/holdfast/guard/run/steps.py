@@ -18,7 +18,7 @@ from holdfast.core.errors import (
 )
 from holdfast.core.events import run_events
 from holdfast.core.events.event import Decision, Promise, RollBack, SkipStep, Stop
-from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Provenance, Ruling, StepResult
+from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Provenance, StepResult
 from holdfast.guard.run.schedules import advance, scale
 from holdfast.guard.run.session import Session
 from holdfast.guard.splitting.split_safety import LossFunction
@@ -30,7 +30,6 @@ from holdfast.recorder.black_box import StepMark
 
 # Steps beyond a divergence that show that it is over: what led there may take as long as what PaLM passes over.
 _BEYOND_SPIKES = 100
-_NOTHING_ODD = Ruling()
 
 
 class Recovery:
@@ -45,16 +44,15 @@ class Recovery:
 
     # --- steps that left no trace -----------------------------------------------------------------------------
 
-    def judge(self, series: str, attempt: Attempt) -> Ruling:
-        """Say whether an attempt with finite values may be committed."""
+    def judge(self, series: str, attempt: Attempt) -> Decision | None:
+        """Return why an attempt with finite values must not be committed; None: it may."""
         policy, counters, spikes = self._policy, self._session.counters, self._session.spikes
         if policy.spike_action == "off":
-            return _NOTHING_ODD
+            return None
         facts = attempt.facts
         level = spikes.judge(series, facts.loss, facts.total)
-        if level is Level.CALM:
-            return _NOTHING_ODD
-        usual = spikes.usual_norm(series)
+        if level in (Level.CALM, Level.SOFT):
+            return None
         reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
         if level is Level.DIVERGED:
             reason = f"the loss has run away and stays there ({facts.loss:g}; gradient norm {facts.total:g})"
@@ -67,11 +65,11 @@ class Recovery:
             max_rollbacks=policy.max_rollbacks,
             reason=reason,
         )
-        tighter = usual if policy.spike_clip else None
-        if decision is None and (level is not Level.SOFT or tighter is not None):
-            kind = run_events.Spike if tighter is None else run_events.SpikeClipped
-            self._record.emit(kind(loss=facts.loss, grad_norm=facts.total, usual_norm=usual, level=level.name))
-        return Ruling(decision=decision, max_norm=tighter)
+        if decision is None:
+            usual = spikes.usual_norm(series)
+            spike = run_events.Spike(loss=facts.loss, grad_norm=facts.total, usual_norm=usual, level=level.name)
+            self._record.emit(spike)
+        return decision
 
     def after_refused_step(self, outcome: Outcome) -> str:
         """Carry out what was decided about a step that left no trace; return why it was not committed."""

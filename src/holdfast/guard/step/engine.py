@@ -23,7 +23,7 @@ import torch
 from holdfast.core.clock import Clock
 from holdfast.core.errors import DeviceError, OutOfMemoryError
 from holdfast.core.events import run_events
-from holdfast.core.events.event import Promise, Stop
+from holdfast.core.events.event import Decision, Promise, Stop
 from holdfast.core.events.event import Split as SplitDecision
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
@@ -32,7 +32,7 @@ from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks.one import OneRank
 from holdfast.guard.record import RunRecord, described
-from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Ruling
+from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import largest_of
 from holdfast.guard.state.work import Work
@@ -92,7 +92,7 @@ class StepEngine:
         names: Sequence[str],
         *,
         split: Split | None,
-        judge: Callable[[Attempt], Ruling],
+        judge: Callable[[Attempt], Decision | None],
     ) -> Outcome:
         """Make one step."""
         work = self.begin(batch, loss_fn, names, split)
@@ -110,20 +110,20 @@ class StepEngine:
             dropped=outcome.provenance.samples,
         )
 
-    def _try(self, work: Work, judge: Callable[[Attempt], Ruling]) -> Outcome:
+    def _try(self, work: Work, judge: Callable[[Attempt], Decision | None]) -> Outcome:
         self._step_id += 1
         attempt = self.attempt(work)
         if attempt.facts.nonfinite:
             return self.skip(work, attempt)
         try:
-            ruling = judge(attempt)
+            decision = judge(attempt)
         except BaseException as error:
             self._undo(work, error)
             raise
-        if ruling.decision is not None:
+        if decision is not None:
             self.take_back(work)
-            return self._outcome(work, attempt, decision=ruling.decision)
-        return self.commit(work, attempt, ruling.max_norm)
+            return self._outcome(work, attempt, decision=decision)
+        return self.commit(work, attempt)
 
     # --- the seam ---------------------------------------------------------------------------------------------
 
@@ -178,10 +178,10 @@ class StepEngine:
         """Return the batch of a skipped step without the samples that NaN came from, if that is known and wanted."""
         return self._replay.without_samples(work, outcome.provenance) if self.policy.drop_nonfinite_samples else None
 
-    def commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
+    def commit(self, work: Work, attempt: Attempt) -> Outcome:
         """Clip, and step every optimizer. The run is committing until whoever drives it says `state.committed`."""
         try:
-            self._clip(attempt.groups, attempt.norms, attempt.facts.total, tighter)
+            self._clip(attempt.groups, attempt.norms, attempt.facts.total)
             outcome = self._outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
@@ -340,13 +340,11 @@ class StepEngine:
             **{"committed": False, **facts},
         )
 
-    def _clip(self, groups: Sequence[Group], norms: torch.Tensor, total: float, tighter: float | None = None) -> None:
-        limit, clip_by = self.policy.max_grad_norm, self.policy.clip_by
-        if tighter is not None and (limit is None or tighter < limit):
-            limit, clip_by = tighter, "global"
+    def _clip(self, groups: Sequence[Group], norms: torch.Tensor, total: float) -> None:
+        limit = self.policy.max_grad_norm
         # Well below the limit every factor is exactly 1.
         if limit is not None and total > 0.99 * limit - 1e-5:
-            clip(groups, norms, limit, clip_by, self._model_order.of(groups, norms.device))
+            clip(groups, norms, limit, self.policy.clip_by, self._model_order.of(groups, norms.device))
 
     def _step_optimizers(self, names: Sequence[str], outcome: Outcome, moved: Sequence[torch.Tensor]) -> None:
         for name in names:
