@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.unit.report.made_runs import add_process
 from typer.testing import CliRunner
 
@@ -55,11 +53,9 @@ def test_a_page_of_a_million_steps_shows_all_of_them_and_stays_small(tmp_path: P
     pytest.importorskip("plotly")
     from holdfast.report.offline_page import plotly_script
 
-    run = tmp_path / "run"
-    path = add_process(run) / SAMPLES_FILE
+    path = add_process(run := tmp_path / "run") / SAMPLES_FILE
     _write(path, range(1, _STEPS + 1), at_123456=5000.0, at_300000=math.nan)
-    history = path.with_name(path.name + SUFFIX)
-    assert 0 < history.stat().st_size <= 1 << 20
+    assert 0 < path.with_name(path.name + SUFFIX).stat().st_size <= 1 << 20
     result = CliRunner().invoke(make_app("report"), ["report", str(run)])
     assert (result.exit_code, "not recorded" in result.output) == (0, False)
     page = (run / "report.html").read_text()
@@ -67,14 +63,12 @@ def test_a_page_of_a_million_steps_shows_all_of_them_and_stays_small(tmp_path: P
     figures = json.loads(re.findall(r'id="figures">(.*?)</script>', page)[0])
     band, line, crosses = [trace for trace in figures["steps"]["data"] if trace["yaxis"] == "y"][:3]
     assert (line["x"][0], line["x"][-1] > _STEPS - 100) == (1, True)
-    assert line["y"][-1] == pytest.approx(1.0, rel=1e-3)
     (place,) = np.flatnonzero(np.array(band["y"]) == 5000.0)
     assert band["x"][place] <= 123_456 < band["x"][place + 1]
     assert 0 <= 300_000 - crosses["x"][0] < 2048
     assert gather(run).lanes[0].columns["host_bytes"].finite.max() == _STEPS - _STEPS % 7
     copied = CliRunner().invoke(make_app("metrics"), ["metrics", str(run), "--jsonl", "-"])
-    points = [json.loads(text) for text in copied.output.splitlines() if text.startswith('{"kind":"step"')]
-    steps = [point["step"] for point in points]
+    steps = [json.loads(text)["step"] for text in copied.output.splitlines() if text.startswith('{"kind":"step"')]
     assert (steps[0], steps[-1], steps == sorted(steps)) == (1, _STEPS, True)
     assert "not recorded" not in copied.output
 
@@ -110,40 +104,29 @@ def test_killed_again_and_again_it_loses_nothing(tmp_path: Path) -> None:
         assert not_recorded_any_more(tmp_path) == ""
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a ring that has gone around, with its history."""
-    ring = add_process(tmp_path_factory.mktemp("run")) / SAMPLES_FILE
-    _write(ring, range(1, 33_000))
-    return ring
-
-
-@settings(max_examples=300, deadline=None)
-@given(cut=st.integers(0, 90_000), at=st.integers(0, 90_000), junk=st.binary(max_size=400))
-def test_a_damaged_history_is_never_an_error(whole: Path, cut: int, at: int, junk: bytes) -> None:
+def test_a_damaged_history_is_never_an_error(tmp_path: Path) -> None:
     """Cut and overwritten anywhere, it is read as far as it is whole, and drawn."""
-    history = whole.with_name("damaged" + SUFFIX)
-    data = bytearray(whole.with_name(whole.name + SUFFIX).read_bytes())
-    data[at : at + len(junk)] = junk
-    history.write_bytes(data[: max(0, len(data) - cut)])
-    rows = read_history(whole.with_name("damaged")).rows
-    assert len(rows) <= 256
-    with np.errstate(all="ignore"):
-        columns(thinned(rows, rows[:0], 200))
+    ring, chance = add_process(tmp_path) / SAMPLES_FILE, random.Random(1)
+    _write(ring, range(1, 33_000))
+    whole = (history := ring.with_name(ring.name + SUFFIX)).read_bytes()
+    for _ in range(300):
+        at, junk = chance.randrange(len(whole)) // chance.choice((1, 1000)), chance.randbytes(chance.randrange(400))
+        history.write_bytes((whole[:at] + junk + whole[at + len(junk) :])[: chance.randrange(2 * len(whole))])
+        rows = read_history(ring).rows
+        assert len(rows) <= 256
+        with np.errstate(all="ignore"):
+            columns(thinned(rows, rows[:0], 200))
 
 
-def test_what_is_damaged_or_cannot_be_written_stops_nothing_and_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_written_stops_nothing_and_is_said(tmp_path: Path) -> None:
     """The page has what the ring holds and says what is gone; the next half is kept once there is a place for it."""
     ring = add_process(tmp_path) / SAMPLES_FILE
     blocked = ring.with_name(f".{ring.name}{SUFFIX}")
     blocked.mkdir()
     _write(ring, range(1, 33_000))
-    for damage in (None, b"", b"x" * 5000):
-        if damage is not None:
-            ring.with_name(ring.name + SUFFIX).write_bytes(damage)
-        picture = gather(tmp_path)
-        assert picture.lanes[0].columns["loss"].steps[0] == 232
-        assert "before step 232 are not recorded any more: 231 older" in str(picture.problems)
+    picture = gather(tmp_path)
+    assert picture.lanes[0].columns["loss"].steps[0] == 232
+    assert "before step 232 are not recorded any more: 231 older" in str(picture.problems)
     blocked.rmdir()
     _write(ring, range(33_000, 50_000))
     assert read_history(ring)[1:] == (32_767, 16_383)

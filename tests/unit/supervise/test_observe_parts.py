@@ -350,8 +350,7 @@ def test_the_optimizer_that_stepped_is_recorded_with_a_name(seen: Seen) -> None:
     for loss, optimizer in ((1.0, one), (9.0, other), (2.0, one), (8.0, other)):
         backward(steps, loss)
         step(steps, optimizer)
-    found = [(sample.loss, sample.optimizer) for sample in read_samples(seen.ring)]
-    assert found == [(1.0, 1), (9.0, 2), (2.0, 1), (8.0, 2)]
+    assert [each.optimizer for each in read_samples(seen.ring)] == [1, 2, 1, 2]
     assert read_optimizers(seen.ring.parent) == ["Optimizer 1", "Optimizer 2"]
 
 
