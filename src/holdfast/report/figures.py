@@ -93,7 +93,7 @@ def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | N
     pixels = _PANEL_PIXELS * len(panels)
     layout: Figure = {
         "height": _TOP_PIXELS + 44 + pixels, "hovermode": "x", "hoversubplots": "axis", "showlegend": len(lanes) > 1,
-        "legend": {"orientation": "h", "y": -56 / pixels, "yanchor": "top", "x": 0},
+        "legend": {"orientation": "h", "y": -70 / pixels, "yanchor": "top", "x": 0},
         "margin": {"l": 74, "r": 18, "t": _TOP_PIXELS, "b": 44}, "annotations": [],
     }  # fmt: skip
     gap = 0.22 / len(panels) if len(panels) > 1 else 0.0
@@ -208,10 +208,9 @@ def timeline(run: RunSnapshot) -> Figure | None:
     margin = min(8 * max(len(row) for row in rows), 230)
     layout: Figure = {
         "height": 144 + _ROW_PIXELS * len(rows), "barmode": "overlay", "bargap": 0.35, "hovermode": "closest",
-        "dragmode": "zoom",
-        "margin": {"l": 30 + margin, "r": 18, "t": 40, "b": 64},
-        "legend": {"orientation": "h", "y": -44 / (40 + _ROW_PIXELS * len(rows)), "yanchor": "top", "x": 0},
-        "xaxis": {"type": "date"},
+        "dragmode": "zoom", "margin": {"l": 30 + margin, "r": 18, "t": 40, "b": 64},
+        "legend": {"orientation": "h", "y": -62 / (40 + _ROW_PIXELS * len(rows)), "yanchor": "top", "x": 0},
+        "xaxis": {"type": "date", "tickangle": 0},
         "yaxis": {
             "type": "category", "categoryorder": "array", "categoryarray": [label(row) for row in reversed(rows)],
             "fixedrange": True, "automargin": False, "range": [-0.6, len(rows) - 0.4],
