@@ -59,16 +59,10 @@ def report(
             why = f"the page cannot be written here ({error.strerror}); --out FILE takes another place"
             raise OSError(error.errno, why, str(page)) from error
     if as_json:
-        print_json(
-            {
-                "page": str(page),
-                "bytes": len(data),
-                "processes": len(picture.processes),
-                "curves": len(picture.lanes),
-                "events": len(picture.events),
-                "problems": list(picture.problems),
-            }
-        )
+        print_json({
+            "page": str(page), "bytes": len(data), "processes": len(picture.processes), "curves": len(picture.lanes),
+            "events": len(picture.events), "problems": list(picture.problems),
+        })  # fmt: skip
         return
     typer.echo(f"wrote {page} ({len(data) / 2**20:.1f} MiB)")
     for problem in picture.problems:

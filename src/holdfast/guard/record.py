@@ -139,12 +139,14 @@ class RunRecord:
             _log.warning("%s", event)
 
     def step(
-        self, mark: StepMark, micro_batch_size: int | None, loss: float | None, norm: float | None, seconds: float
-    ) -> None:
+        self, mark: StepMark, micro_batch_size: int | None, loss: float | None, norm: float | None, seconds: float,
+        optimizer: str = "",
+    ) -> None:  # fmt: skip
         """Record a mark of a step; None: that was not read. Cost: about 0.5 microseconds."""
         assert self._box is not None
         self._left_by = None  # whatever was raised before, it goes on
-        self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds)
+        number = self._box.optimizers[optimizer] if optimizer else 0
+        self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds, number)
 
     def events(self) -> list[Event]:
         """Return everything that was recorded in this run directory, oldest first."""

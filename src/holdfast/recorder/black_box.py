@@ -19,10 +19,12 @@ from typing import Any
 
 from holdfast.core.events.event import Event
 from holdfast.recorder.ring import RingWriter
+from holdfast.recorder.run_files import Optimizers
 
 STEPS_FILE, EVENTS_FILE = "steps.ring", "events.ring"
-# mark | which of loss and norm are values, also where they are NaN | samples per pass, step, loss, norm, seconds
+# mark | which of loss and norm are values, also if NaN; optimizer | samples a pass, step, loss, norm, seconds
 STEP = struct.Struct("<HHIQddd")
+_pack_step = STEP.pack
 PART = struct.Struct("<HH")
 PART_BYTES = 480
 LOSS_IS_READ, NORM_IS_READ = 1, 2
@@ -77,8 +79,9 @@ class BlackBox:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._steps = RingWriter(directory / STEPS_FILE, payload_bytes=STEP.size, capacity=32_768)
+        self._steps = RingWriter(directory / STEPS_FILE, payload_bytes=STEP.size, capacity=32_768, has_history=True)
         self._events = EventRing(directory, capacity=2_048)
+        self.optimizers = Optimizers(directory)
         found = {STEPS_FILE: self._steps.moved_aside, EVENTS_FILE: self._events.moved_aside}
         self.moved_aside = [f"{name} begins anew: {why}" for name, why in found.items() if why]
         """What lay in place of a file and could not be continued, one sentence for each."""
@@ -91,11 +94,12 @@ class BlackBox:
         loss: float | None,
         norm: float | None,
         seconds: float,
+        optimizer: int = 0,
     ) -> None:
         """Record one mark of a step; None: that was not read. Cost: below 1 microsecond."""
-        is_read = (loss is not None) + 2 * (norm is not None)
+        is_read = (loss is not None) + 2 * (norm is not None) + (optimizer << 8)
         loss, norm = math.nan if loss is None else loss, math.nan if norm is None else norm
-        self._steps.append(STEP.pack(mark, is_read, micro_batch_size, global_step, loss, norm, seconds))
+        self._steps.append(_pack_step(mark, is_read, micro_batch_size, global_step, loss, norm, seconds))
 
     def event(self, event: Event) -> None:
         """Record one event; facts that are too long to keep whole are cut and marked as cut."""

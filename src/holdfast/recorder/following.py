@@ -6,13 +6,15 @@ writer went around it in between. Does not: wait or poll (the caller does), writ
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
 
 from holdfast.core.events.event import Event
+from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import StepSample, sample_of
-from holdfast.recorder.reader import EventParts, StepRecord, mark_of
+from holdfast.recorder.reader import EventParts, mark_of
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_ring, slot_struct
 
 _BLOCK = 256
@@ -80,7 +82,7 @@ class RingFollower:
 
 
 class SampleFollower(RingFollower):
-    """Follow the samples of a process's steps.
+    """Follow the samples of a process's steps, or a guard's marks of those that were made or refused.
 
     A loss that comes from a device is written into its sample some steps later. So a sample without a loss is held
     back, with those after it, until 16 newer ones or 2 seconds have passed.
@@ -89,7 +91,7 @@ class SampleFollower(RingFollower):
     def new(self, *, hold_back: bool = True) -> list[StepSample]:
         """Return the samples since the last call, oldest first; without `hold_back` all, such as at the last look."""
         records = self.records()
-        pairs = [(record.sequence, sample) for record in records if (sample := sample_of(record)) is not None]
+        pairs = [(record.sequence, sample) for record in records if (sample := _sample_in(record)) is not None]
         recent = time.time() - _HELD_SECONDS
         for index in range(max(0, len(pairs) - _HELD_SAMPLES), len(pairs) if hold_back else 0):
             sequence, sample = pairs[index]
@@ -100,12 +102,14 @@ class SampleFollower(RingFollower):
         return [sample for _, sample in pairs]
 
 
-class MarkFollower(RingFollower):
-    """Follow the marks of steps in a black box."""
-
-    def new(self) -> list[StepRecord]:
-        """Return the marks since the last call, oldest first."""
-        return [mark for mark in map(mark_of, self.records()) if mark is not None]
+def _sample_in(record: Record) -> StepSample | None:
+    mark = mark_of(record)
+    if mark is None or mark.mark is StepMark.BEGUN:
+        return sample_of(record)
+    return StepSample(
+        step=mark.global_step, micro_steps=0, loss=mark.loss, grad_norm=mark.grad_norm, learning_rate=None,
+        seconds=mark.seconds, wait_seconds=math.nan, unix_seconds=mark.unix_seconds, optimizer=mark.optimizer,
+    )  # fmt: skip
 
 
 class EventFollower(RingFollower):

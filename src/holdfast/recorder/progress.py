@@ -12,12 +12,14 @@ import math
 import mmap
 import os
 import struct
-import time
 from enum import IntEnum
 from pathlib import Path
+
+from time import monotonic_ns as _now, time_ns  # isort: skip
 from typing import NamedTuple
 
 from holdfast.recorder.ring import HEADER_BYTES, VERSION, Record, RingWriter, newer, read_ring, value_or_none
+from holdfast.recorder.run_files import Optimizers
 
 BOARD_BYTES = 4096
 _MAGIC = b"HOLDPROG"
@@ -28,15 +30,14 @@ _STANDING = struct.Struct("<QI4xQQQQ")
 _STANDING_AT = 64
 _REQUEST = struct.Struct("<Q")
 _REQUEST_AT = 256
-# step, micro steps | which of the next three are values, also where they are NaN | loss, norm, rate | the rest
+# step, micro steps | which of the next three are values, also if NaN; optimizer | loss, norm, rate | the rest
 _SAMPLE = struct.Struct("<QIIdddddQQQQ")
-_SLOT = struct.Struct(f"<QQ{_SAMPLE.format[1:]}Q")  # the same as a slot of a ring, as `slot_struct` has it
+_pack_into = struct.Struct(f"<QQ{_SAMPLE.format[1:]}Q").pack_into  # as a slot of a ring, see `slot_struct`
 LOSS_IS_READ, NORM_IS_READ, RATE_IS_READ = 1, 2, 4
 _READ_OFFSET, _LOSS_OFFSET, _NORM_OFFSET = 12, 16, 24  # in a sample
 _FLOAT = struct.Struct("<d")
 _BEFORE_PAYLOAD = 16  # in a slot of a ring: sequence and time
 _CAPACITY = 32_768
-_now = time.monotonic_ns
 
 
 class Phase(IntEnum):
@@ -156,6 +157,7 @@ class StepSample(NamedTuple):
         device_reserved_bytes: The same of what is reserved.
         device_peak_bytes: The most that was allocated.
         unix_seconds: When it ended; set by the ring.
+        optimizer: Number of the one that stepped, see `Optimizers`; 0 if nobody said.
     """
 
     step: int
@@ -170,20 +172,22 @@ class StepSample(NamedTuple):
     device_reserved_bytes: int = 0
     device_peak_bytes: int = 0
     unix_seconds: float = 0.0
+    optimizer: int = 0
 
 
 class SampleRing(RingWriter):
-    """Append samples of steps; the newest 32,768 are kept, in 4 MiB, and can still be completed.
+    """Append samples of steps; the newest 32,768 are kept, in 4 MiB, and can still be completed; others in short.
 
     The file is made or continued; OSError as `RingWriter`.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY)
+        self.optimizers = Optimizers(path.parent)
+        super().__init__(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY, has_history=True)
 
     def append(self, sample: StepSample) -> None:  # type: ignore[override] # a record here is a sample
         """Write one sample."""
-        self.write(*sample[:-1])
+        self.write(*sample[:-2], optimizer=sample.optimizer)
 
     def write(
         self,
@@ -193,17 +197,21 @@ class SampleRing(RingWriter):
         grad_norm: float | None,
         learning_rate: float | None,
         *others: float,
+        optimizer: int = 0,
     ) -> int:
-        """Write a sample, the fields of `StepSample` in order but for the last; return its number, for `amend`.
+        """Write a sample, the fields of `StepSample` in order but for the time; return its number, for `amend`.
 
         Cost: below 1 microsecond; no system call.
         """
         is_read = (loss is not None) + 2 * (grad_norm is not None) + 4 * (learning_rate is not None)
         number = self._sequence + 1
-        _SLOT.pack_into(
-            self._map, HEADER_BYTES + (number % self._capacity) * self._slot_bytes, number, time.time_ns(), step,
-            micro_steps, is_read, math.nan if loss is None else loss, math.nan if grad_norm is None else grad_norm,
-            math.nan if learning_rate is None else learning_rate, *others, number,
+        if number == self._turn:
+            self._turn_over()
+        _pack_into(
+            self._map, HEADER_BYTES + (number % self._capacity) * self._slot_bytes, number, time_ns(), step,
+            micro_steps, is_read + (optimizer << 8), math.nan if loss is None else loss,
+            math.nan if grad_norm is None else grad_norm, math.nan if learning_rate is None else learning_rate,
+            *others, number,
         )  # fmt: skip
         self._sequence = number
         return number
@@ -240,4 +248,5 @@ def sample_of(record: Record) -> StepSample | None:
         learning_rate=value_or_none(rate, is_read & RATE_IS_READ), seconds=seconds, wait_seconds=wait,
         host_bytes=host,
         device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak,
+        optimizer=is_read >> 8 & 0xFF,
     )  # fmt: skip

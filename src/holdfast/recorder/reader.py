@@ -30,6 +30,7 @@ class StepRecord:
     grad_norm: float | None  # global, before clipping; None if it was not read
     seconds: float  # duration of the step
     unix_seconds: float  # when the mark was written
+    optimizer: int = 0  # number of those that stepped, see `Optimizers`; 0 if there is one
 
 
 def read_steps(directory: Path) -> list[StepRecord]:
@@ -47,24 +48,24 @@ def mark_of(record: Record) -> StepRecord | None:
     return StepRecord(
         mark=StepMark(mark), global_step=global_step, micro_batch_size=micro_batch_size,
         loss=value_or_none(loss, is_read & LOSS_IS_READ), grad_norm=value_or_none(norm, is_read & NORM_IS_READ),
-        seconds=seconds, unix_seconds=record.nanoseconds / 1e9,
+        seconds=seconds, unix_seconds=record.nanoseconds / 1e9, optimizer=is_read >> 8,
     )  # fmt: skip
 
 
 def not_recorded_any_more(directory: Path) -> str:
-    """Return which steps of a process its rings do not hold any more, as words; an empty text if they hold all."""
+    """Return which steps of a process are kept nowhere any more, as words; an empty text if all are, or in short."""
     for name in (SAMPLES_FILE, STEPS_FILE):
         records = read_ring(directory / name)
         if records and records[0].sequence > 1:
+            from holdfast.recorder.history import read_history  # here: numpy takes a tenth of a second
+
+            _, newest, gone = read_history(directory / name)
+            gone += max(records[0].sequence - 1 - newest, 0)
             sample, mark = sample_of(records[0]), mark_of(records[0])
             step = sample.step if sample is not None else mark.global_step if mark is not None else 0
-            return words_of_lost(records[0].sequence - 1, step)
+            what = f"the steps before step {step:,} are not recorded any more"
+            return f"{what}: {gone:,} older records were overwritten" if gone else ""
     return ""
-
-
-def words_of_lost(count: int, step: int) -> str:
-    """Return what to say of so many records of steps that were overwritten; `step`: the oldest that is left."""
-    return f"the steps before step {step:,} are not recorded any more: {count:,} older records were overwritten"
 
 
 def read_events(directory: Path) -> list[Event]:

@@ -18,8 +18,9 @@ import math
 import mmap
 import os
 import struct
-import time
+from contextlib import suppress
 from pathlib import Path
+from time import time_ns
 from typing import NamedTuple
 
 from holdfast.core.errors import RunDirectoryError
@@ -59,12 +60,14 @@ class RingWriter:
             there is kept beside it as ``.old``, and `moved_aside` says why.
         payload_bytes: Most bytes of one record.
         capacity: Records kept; older ones are overwritten.
+        has_history: Whether these join the ``history`` beside the file before; of steps only.
 
     Raises:
         OSError: if the file cannot be created or its space cannot be allocated.
     """
 
-    def __init__(self, path: Path, *, payload_bytes: int, capacity: int) -> None:
+    def __init__(self, path: Path, *, payload_bytes: int, capacity: int, has_history: bool = False) -> None:
+        self._path, self._has_history, self._half = path, has_history, max(capacity // 2, 1)
         self._slot = slot_struct(payload_bytes)
         self._pack_into = self._slot.pack_into
         self._slot_bytes = self._slot.size
@@ -83,6 +86,8 @@ class RingWriter:
             self._map = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
+        # The number of the record that begins the next half, or the rest, of the ring.
+        self._turn = -(-(self._sequence + 1) // self._half) * self._half
 
     def append(self, payload: bytes) -> None:
         """Write one record; a payload that is too long is an error of the caller.
@@ -90,9 +95,23 @@ class RingWriter:
         Cost: below 1 microsecond; no system call.
         """
         sequence = self._sequence + 1
+        if sequence == self._turn:
+            self._turn_over()
         offset = HEADER_BYTES + (sequence % self._capacity) * self._slot_bytes
-        self._pack_into(self._map, offset, sequence, time.time_ns(), payload, sequence)
+        self._pack_into(self._map, offset, sequence, time_ns(), payload, sequence)
         self._sequence = sequence
+
+    def _turn_over(self) -> None:
+        """Keep what half of the ring holds in short, before the next record begins to overwrite it."""
+        number, self._turn = self._turn, self._turn + self._half
+        if not self._has_history or number < self._capacity:
+            return
+        with suppress(Exception):  # on a full disk, or without numpy: no reason to stop what is recorded
+            from holdfast.recorder.history import extend
+
+            start = HEADER_BYTES + (number % self._capacity) * self._slot_bytes
+            held = self._map[start : start + self._half * self._slot_bytes]
+            extend(self._path, held, self._slot_bytes, number - self._capacity)
 
     def close(self) -> None:
         """Unmap the file. Appending afterwards is an error of the caller."""

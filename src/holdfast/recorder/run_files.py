@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,7 +24,9 @@ PROCESS_FILE = "process.json"
 BOARD_FILE = "progress.board"
 SAMPLES_FILE = "samples.ring"
 FAULTHANDLER_FILE = "stacks.txt"
+OPTIMIZERS_FILE = "optimizers.json"
 _MOST_HOST_BYTES = 64 << 10
+_MOST_PLAYERS = 8
 ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
 # Not HOLDFAST_*: each of those is taken for a field of a policy, and refused if it is none.
 OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
@@ -103,6 +106,31 @@ def _is_sound(info: ProcessInfo) -> bool:
         and type(info.started) in (int, float)
         and info.started == info.started  # not NaN, which has no place in an order
     )
+
+
+class Optimizers(dict[str, int]):
+    """Numbers from 1 of the optimizers whose steps a ring holds, by name; from the 255th on one. A file has them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__((name, number) for number, name in enumerate(read_optimizers(folder), start=1))
+        self._file = folder / OPTIMIZERS_FILE
+
+    def __missing__(self, name: str) -> int:
+        self[name] = number = min(len(self) + 1, 255)  # a record has a byte for it
+        temporary = self._file.with_name(f".{OPTIMIZERS_FILE}")
+        with suppress(OSError):  # it has no name then
+            temporary.write_bytes(json.dumps(list(self)).encode())
+            temporary.replace(self._file)
+        return number
+
+
+def read_optimizers(folder: Path) -> list[str]:
+    """Return the names of the optimizers whose steps a folder's ring holds; none of many made in turn."""
+    try:
+        found = json.loads((folder / OPTIMIZERS_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return []
+    return list(map(str, found)) if isinstance(found, list) and len(found) <= _MOST_PLAYERS else []
 
 
 def read_host(path: Path) -> dict[str, Any] | None:

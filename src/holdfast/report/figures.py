@@ -5,7 +5,7 @@ Every text that enters a figure passes `label`: plotly.js draws some HTML in tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from holdfast.core.text import duration, moment, sanitise
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
 from holdfast.report.series import Numbers, Series
+from holdfast.report.severity import in_words, severity
 from holdfast.report.sources import EventSeen
 
 Figure = dict[str, Any]
@@ -23,25 +24,11 @@ COLOURS = (
     "#4e8fd0", "#f28e2b", "#45a95a", "#e15759", "#9d78c9", "#b8860b", "#2aa8a8", "#d973a8", "#8c8c8c", "#a5785a",
 )  # fmt: skip
 # What a stretch of time was spent on: one colour each, the same in both themes.
-STRETCHES = {
-    "starting": "#8fa3b8",
-    "training": "#45a95a",
-    "ending": "#b8a26b",
-}
-_MARKS = {
-    "exception": "x",
-    "hang": "square",
-    "stop": "x",
-    "stopped": "x",
-    "restart": "triangle-right",
-    "attempt_started": "triangle-right",
-    "attempt_ended": "triangle-left",
-    "checkpoint_saved": "diamond",
-    "leak": "triangle-up",
-    "memory_trend": "triangle-up",
-    "roll_back": "triangle-left",
-    "rolled_back": "triangle-left",
-}
+STRETCHES = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
+# How bad an event is, on curves and in the timeline: colour and symbol.
+_SEVERITIES = {"error": ("#d64545", "x"), "warning": ("#e08a1e", "triangle-up"), "info": ("#8c8c8c", "circle")}
+# What is no trouble and worth a mark on the curves.
+_MILESTONES = frozenset({"checkpoint_saved", "saved", "resumed", "attempt_started", "validated", "note"})
 # One panel for each, top to bottom: columns, title, unit.
 _PANELS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("loss",), "loss", ""),
@@ -54,8 +41,9 @@ _PANELS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 )
 _NAMES = {"device_allocated_bytes": "allocated", "device_reserved_bytes": "reserved"}
 _DASHES = {"device_reserved_bytes": "dot"}
+_EVENTS_AXIS = "y99"
 _PANEL_PIXELS = 170
-_TOP_PIXELS = 70
+_TOP_PIXELS = 50
 _ROW_PIXELS = 34
 _MOST_ROWS = 40
 # Beyond a factor of 100 between the smallest and largest value a linear axis shows only the large ones.
@@ -71,7 +59,7 @@ def label(value: object, most: int = 120) -> str:
 
 def figures(run: RunSnapshot) -> dict[str, Figure]:
     """Return the figures of a page by the id of their place; what has nothing to show is left out."""
-    found = {"timeline": timeline(run), "steps": steps(_agreed(run.lanes))}
+    found = {"timeline": timeline(run), "steps": steps(_agreed(run.lanes), run.events)}
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
@@ -96,7 +84,7 @@ def _alike(first: Series, *others: Series) -> bool:
     )
 
 
-def steps(lanes: Sequence[Lane]) -> Figure | None:
+def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | None:
     """Return the curves over steps: panels below each other that share one axis, so that a zoom holds for all."""
     panels = [panel for panel in _PANELS if any(name in lane.columns for lane in lanes for name in panel[0])]
     if not panels:
@@ -104,29 +92,28 @@ def steps(lanes: Sequence[Lane]) -> Figure | None:
     data: list[Figure] = []
     pixels = _PANEL_PIXELS * len(panels)
     layout: Figure = {
-        "height": _TOP_PIXELS + 44 + pixels,
-        "hovermode": "x",
-        "hoversubplots": "axis",
-        "showlegend": len(lanes) > 1,
-        "legend": {"orientation": "h", "y": 1 + 22 / pixels, "yanchor": "bottom", "x": 0},
-        "margin": {"l": 74, "r": 18, "t": _TOP_PIXELS, "b": 44},
-        "annotations": [],
-    }
+        "height": _TOP_PIXELS + 44 + pixels, "hovermode": "x", "hoversubplots": "axis", "showlegend": len(lanes) > 1,
+        "legend": {"orientation": "h", "y": -70 / pixels, "yanchor": "top", "x": 0},
+        "margin": {"l": 74, "r": 18, "t": _TOP_PIXELS, "b": 44}, "annotations": [],
+    }  # fmt: skip
     gap = 0.22 / len(panels) if len(panels) > 1 else 0.0
     share = (1 - gap * (len(panels) - 1)) / len(panels)
     for number, (columns, title, unit) in enumerate(panels):
         axis = "" if number == 0 else str(number + 1)
         top = 1 - number * (share + gap)
         drawn = [(lane, name, lane.columns[name]) for lane in lanes for name in columns if name in lane.columns]
-        finite = np.concatenate([series.values[np.isfinite(series.values)] for *_, series in drawn])
+        finite = np.concatenate([series.finite for *_, series in drawn])
         unit, scale = _byte_unit(finite) if unit == "B" else (unit, 1.0)
         layout[f"yaxis{axis}"] = {**_value_axis(finite, title, unit), "domain": [max(top - share, 0.0), top]}
         layout["annotations"].append(_panel_title(title, top))
         foot = float(finite.min()) / scale if len(finite) else 0.0
         for lane, name, series in drawn:
             colour = COLOURS[lanes.index(lane) % len(COLOURS)]
-            data += _curve(lane, name, replace(series, values=series.values / scale), f"y{axis}", colour, unit, foot)
+            data += _curve(lane, name, _scaled(series, scale), f"y{axis}", colour, unit, foot)
     last = "" if len(panels) == 1 else str(len(panels))
+    data += _events_on_curves(lanes, events)
+    overlay = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
+    layout[_EVENTS_AXIS.replace("y", "yaxis")] = overlay
     layout["xaxis"] = {"title": {"text": "optimizer steps"}, "anchor": f"y{last}", "showspikes": True}
     return {"data": data, "layout": layout}
 
@@ -136,6 +123,11 @@ def _panel_title(title: str, top: float) -> Figure:
         "text": f"<b>{title}</b>", "xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left",
         "yanchor": "bottom", "showarrow": False, "font": {"size": 12},
     }  # fmt: skip
+
+
+def _scaled(series: Series, scale: float) -> Series:
+    band = series.band and (series.band[0], series.band[1] / scale, series.band[2] / scale)
+    return replace(series, values=series.values / scale, band=band)
 
 
 def _byte_unit(values: Numbers) -> tuple[str, float]:
@@ -152,7 +144,7 @@ def _value_axis(finite: Numbers, title: str, unit: str) -> Figure:
         return {**axis, "ticksuffix": f" {unit}", "rangemode": "tozero"}
     if title in _LOGARITHMIC and len(finite) and 0 < finite.min() < finite.max() / _DECADES_FOR_LOG:
         return {**axis, "type": "log", "dtick": 1 if finite.max() / finite.min() < 1e8 else None}
-    if len(finite) and finite.min() == finite.max():  # else the axis would be 2 wide, and any rate look like 0
+    if len(finite) and np.ptp(finite) <= 1e-9 * abs(finite[0]):  # else the axis is 2 wide, and any rate looks like 0
         value = float(finite[0])
         return {**axis, "range": [value - 0.5 * abs(value), value + 0.5 * abs(value)] if value else [-1.0, 1.0]}
     return axis
@@ -165,35 +157,33 @@ def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: 
     shown = "%{y:.1%}" if unit == "%" else "%{y:.6~g}" + (f" {unit}" if unit else "") + (f" {what}" if what else "")
     alone = int(np.isfinite(series.values).sum()) < 3
     line: Figure = {
-        "type": "scatter",
-        "mode": "lines+markers" if alone else "lines",
-        "x": _values(series.steps),
-        "y": _values(series.values),
-        "yaxis": axis,
-        "name": known,
-        "legendgroup": label(lane.label),
-        "showlegend": name == _first_column(lane),
+        "type": "scatter", "mode": "lines+markers" if alone else "lines", "x": _values(series.steps),
+        "y": _values(series.values), "yaxis": axis, "name": known, "legendgroup": label(lane.label),
+        "showlegend": name == _first_column(lane), "connectgaps": False,
         "line": {"color": colour, "width": 1.6, "dash": _DASHES.get(name, "solid")},
         "hovertemplate": f"{shown}<extra>%{{fullData.legendgroup}}</extra>",
-        "connectgaps": False,
-    }
+    }  # fmt: skip
+    lines = [line] if series.band is None else [_band(line, *series.band), line]
     bad = series.nonfinite
     if not len(bad):
-        return [line]
+        return lines
     bad = bad[:: len(bad) // _MOST_MARKS + 1]
     marks: Figure = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": _values(bad),
-        "y": [foot] * len(bad),
-        "yaxis": axis,
-        "name": "not finite",
-        "legendgroup": label(lane.label),
-        "showlegend": False,
+        "type": "scatter", "mode": "markers", "x": _values(bad), "y": [foot] * len(bad), "yaxis": axis,
+        "name": "not finite", "legendgroup": label(lane.label), "showlegend": False,
         "marker": {"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": "#e15759"}},
         "hovertemplate": "NaN or infinite<extra>%{fullData.legendgroup}</extra>",
-    }
-    return [line, marks]
+    }  # fmt: skip
+    return [*lines, marks]
+
+
+def _band(line: Figure, steps: Numbers, low: Numbers, high: Numbers) -> Figure:
+    """Return the area between the least and the most of steps of which the line shows the mean."""
+    return {
+        "type": "scatter", "mode": "none", "fill": "toself", "fillcolor": line["line"]["color"] + "30",
+        "x": _values(np.concatenate([steps, steps[::-1]])), "y": _values(np.concatenate([high, low[::-1]])),
+        "yaxis": line["yaxis"], "legendgroup": line["legendgroup"], "showlegend": False, "hoverinfo": "skip",
+    }  # fmt: skip
 
 
 def _first_column(lane: Lane) -> str:
@@ -211,19 +201,16 @@ def _values(numbers: Numbers) -> list[float | int | None]:
 def timeline(run: RunSnapshot) -> Figure | None:
     """Return when each process started, trained and ended, with events as marks, over time in UTC."""
     rows = _rows(run)
-    data = _stretch_traces(run, rows) + _event_traces(run.events, rows)
+    marks = [(seen, _date(seen.event.unix_seconds), label(seen.source)) for seen in run.events if seen.source in rows]
+    data = _stretch_traces(run, rows) + _event_traces(marks)
     if not data:
         return None
     margin = min(8 * max(len(row) for row in rows), 230)
     layout: Figure = {
-        "height": 120 + _ROW_PIXELS * len(rows),
-        "barmode": "overlay",
-        "bargap": 0.35,
-        "hovermode": "closest",
-        "dragmode": "zoom",
-        "margin": {"l": 30 + margin, "r": 18, "t": 40, "b": 40},
-        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
-        "xaxis": {"type": "date"},
+        "height": 144 + _ROW_PIXELS * len(rows), "barmode": "overlay", "bargap": 0.35, "hovermode": "closest",
+        "dragmode": "zoom", "margin": {"l": 30 + margin, "r": 18, "t": 40, "b": 64},
+        "legend": {"orientation": "h", "y": -62 / (40 + _ROW_PIXELS * len(rows)), "yanchor": "top", "x": 0},
+        "xaxis": {"type": "date", "tickangle": 0},
         "yaxis": {
             "type": "category", "categoryorder": "array", "categoryarray": [label(row) for row in reversed(rows)],
             "fixedrange": True, "automargin": False, "range": [-0.6, len(rows) - 0.4],
@@ -242,7 +229,7 @@ def _rows(run: RunSnapshot) -> list[str]:
     rows = [seen.source for seen in run.events if seen.source == "supervisor"][:1]
     recording = {seen.source for seen in run.events}
     rows += [seen.label for seen in processes if seen.role != "loader worker" or seen.label in recording]
-    rows += [lane.label for lane in run.lanes] + [seen.source for seen in run.events]
+    rows += [lane.label for lane in run.lanes if lane.begun is not None] + [seen.source for seen in run.events]
     return list(dict.fromkeys(rows))[:_MOST_ROWS]
 
 
@@ -253,26 +240,22 @@ def _stretch_traces(run: RunSnapshot, rows: list[str]) -> list[Figure]:
     observed = {seen.label for seen in run.processes}
     for lane in run.lanes:
         if lane.label not in observed and lane.begun is not None and lane.ended is not None:
-            bars.append(("training", lane.label, lane.begun, lane.ended, f"{lane.steps} steps"))
+            bars.append(("training", lane.label, lane.begun, lane.ended, f"to step {lane.last_step}"))
     by_kind: dict[str, list[tuple[str, float, float, str]]] = {}
     for kind, row, begin, end, text in bars:
         if row in rows:
             by_kind.setdefault(kind, []).append((row, begin, end, text))
     return [
         {
-            "type": "bar",
-            "orientation": "h",
-            "name": kind,
-            "y": [label(row) for row, *_ in group],
-            "base": [_date(begin) for _, begin, *_ in group],
+            "type": "bar", "orientation": "h", "name": kind, "opacity": 0.85,
+            "y": [label(row) for row, *_ in group], "base": [_date(begin) for _, begin, *_ in group],
             "x": [max(1.0, (end - begin) * 1000) for _, begin, end, _ in group],
             "marker": {"color": STRETCHES[kind], "line": {"width": 0}},
             "hovertext": [label(text, 300) for *_, text in group],
             "hovertemplate": "%{hovertext}<extra>" + kind + "</extra>",
-            "opacity": 0.85,
         }
         for kind, group in by_kind.items()
-    ]
+    ]  # fmt: skip
 
 
 def _stretches(seen: ProcessSnapshot) -> list[tuple[str, str, float, float, str]]:
@@ -296,29 +279,43 @@ def _stretches(seen: ProcessSnapshot) -> list[tuple[str, str, float, float, str]
     return found
 
 
-def _event_traces(events: Sequence[EventSeen], rows: list[str]) -> list[Figure]:
-    drawn = [seen for seen in events if seen.source in set(rows)]
-    by_kind: dict[str, list[EventSeen]] = {}
-    for seen in drawn:
-        by_kind.setdefault(seen.event.kind, []).append(seen)
+def _event_traces(placed: Iterable[tuple[EventSeen, str | float, str | float]], **drawn: Any) -> list[Figure]:
+    """Return marks of events at their x and y, in a trace for each severity."""
+    by_severity: dict[str, list[tuple[EventSeen, str | float, str | float]]] = {name: [] for name in _SEVERITIES}
+    for each in placed:
+        by_severity[severity(each[0].event)].append(each)
     return [
         {
-            "type": "scatter",
-            "mode": "markers",
-            "name": label(kind.replace("_", " "), 40),
-            "x": [_date(seen.event.unix_seconds) for seen in group],
-            "y": [label(seen.source) for seen in group],
-            "marker": {
-                "symbol": _MARKS.get(kind, "circle"),
-                "size": 11,
-                "color": COLOURS[number % len(COLOURS)],
-                "line": {"width": 1},
-            },
-            "hovertext": [label(seen.event, 300) for seen in group],
-            "hovertemplate": "%{hovertext}<extra></extra>",
+            "type": "scatter", "mode": "markers", "name": name, "legendgroup": name,
+            "x": [x for _, x, _ in group], "y": [y for *_, y in group],
+            "marker": {"symbol": _SEVERITIES[name][1], "size": 10, "color": _SEVERITIES[name][0]},
+            "hovertext": [label(f"{seen.source}, {in_words(seen.event)}", 300) for seen, *_ in group],
+            "hovertemplate": "%{hovertext}<extra></extra>", **drawn,
         }
-        for number, (kind, group) in enumerate(by_kind.items())
-    ]
+        for name, group in by_severity.items() if group
+    ]  # fmt: skip
+
+
+def _events_on_curves(lanes: Sequence[Lane], events: Sequence[EventSeen]) -> list[Figure]:
+    """Return marks at the top of the first panel, on an axis of their own, with a line down to its foot."""
+    told = [seen for seen in events if severity(seen.event) != "info" or seen.event.kind in _MILESTONES]
+    found = _event_traces((seen, step, 1.0) for seen in told if (step := _step_of(lanes, seen)) is not None)
+    for trace in found:
+        line = {"type": "data", "symmetric": False, "array": [0], "arrayminus": [1.0] * len(trace["x"]), "width": 0,
+                "thickness": 0.7, "color": trace["marker"]["color"]}  # fmt: skip
+        trace |= {"yaxis": _EVENTS_AXIS, "error_y": line, "showlegend": False, "cliponaxis": False}
+    return found
+
+
+def _step_of(lanes: Sequence[Lane], seen: EventSeen) -> float | None:
+    """Return where a process stood when something happened: who records it may count steps otherwise, or none."""
+    begun = [lane for lane in lanes if lane.begun is not None and lane.begun <= seen.event.unix_seconds]
+    own = [lane for lane in begun if lane.label == seen.source] or begun
+    lane = max(own, key=lambda lane: lane.begun or 0.0, default=None)
+    if lane is None:
+        return None
+    times, steps = lane.moments
+    return float(steps[max(int(np.searchsorted(times, seen.event.unix_seconds, side="right")) - 1, 0)])
 
 
 def _date(unix_seconds: float) -> str:

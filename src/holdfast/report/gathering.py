@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +17,10 @@ from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Store
 from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.core.text import sanitise
-from holdfast.recorder.black_box import StepMark
-from holdfast.recorder.progress import Standing, read_board, read_samples
-from holdfast.recorder.reader import not_recorded_any_more, read_steps
+from holdfast.recorder.black_box import STEPS_FILE
+from holdfast.recorder.history import NAMES, read_history
+from holdfast.recorder.progress import Standing, read_board
+from holdfast.recorder.reader import not_recorded_any_more
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     FAULTHANDLER_FILE,
@@ -27,11 +29,12 @@ from holdfast.recorder.run_files import (
     SAMPLES_FILE,
     STACKS_FOLDER,
     SUPERVISED_FILE,
+    read_optimizers,
 )
 from holdfast.report.images import read_images
 from holdfast.report.run_follower import RunFollower
 from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot
-from holdfast.report.series import MOST_POINTS, columns_of_marks, columns_of_samples
+from holdfast.report.series import MOST_POINTS, OF_AN_OPTIMIZER, columns, rows_of_ring, thinned
 from holdfast.report.sources import CHECKPOINTS_FOLDER, EventSeen, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
@@ -77,31 +80,28 @@ def gather(run: Path) -> RunSnapshot:
     events.sort(key=lambda seen: seen.event.unix_seconds)
     guards = [source for source in follower.sources if source.kind == "guard"]
     reading.problems += follower.problems.values()
-    processes = _processes(sources, events, reading)
-    lanes = [seen.lane for seen in processes if seen.lane is not None]
+    lanes: list[Lane] = []
+    processes = _processes(sources, events, reading, lanes)
     lanes += _guard_lanes(guards, lanes, reading)
     stores = {run, *(source.directory.parent.parent for source in guards)}
     kept, left_out = _bounded(events)
     if len(lanes) > _MOST_LANES:
         reading.problems.append(f"curves of the newest {_MOST_LANES} of {len(lanes)} training processes are drawn")
     return RunSnapshot(
-        path=run,
-        supervised=supervised,
-        attempt=max((source.attempt for source in sources), default=0),
-        verdict=verdict_of(run, reading.problems),
-        lanes=tuple(lanes[-_MOST_LANES:]),
-        processes=tuple(processes),
-        events=tuple(kept),
-        left_out_events=left_out,
+        path=run, supervised=supervised, attempt=max((source.attempt for source in sources), default=0),
+        verdict=verdict_of(run, reading.problems), lanes=tuple(lanes[-_MOST_LANES:]), processes=tuple(processes),
+        events=tuple(kept), left_out_events=left_out,
         checkpoints=tuple(each for store in sorted(stores) for each in reading.listed(_checkpoints, store)),
-        images=tuple(read_images(sorted(stores), reading.problems)),
-        stacks=tuple(_stacks(run, processes)),
+        images=tuple(read_images(sorted(stores), reading.problems)), stacks=tuple(_stacks(run, processes)),
         output="".join(reading.listed(lambda path: [_tail(path)], run / OUTPUT_FILE)),
         problems=tuple(dict.fromkeys(reading.problems)),
-    )
+    )  # fmt: skip
 
 
-def _processes(sources: list[Source], events: list[EventSeen], reading: _Reading) -> list[ProcessSnapshot]:
+def _processes(
+    sources: list[Source], events: list[EventSeen], reading: _Reading, lanes: list[Lane]
+) -> list[ProcessSnapshot]:
+    """Return the observed processes; what they trained is added to `lanes`."""
     observed = [source for source in sources if source.info is not None]
     last: dict[str, float] = {}
     for seen in events:
@@ -110,59 +110,50 @@ def _processes(sources: list[Source], events: list[EventSeen], reading: _Reading
     found = []
     for source in observed:
         assert source.info is not None
-        lane = _lane(source, most, reading)
+        its = _lanes(source, source.directory / SAMPLES_FILE, reading, most)
+        lane = its[0] if its else None
+        lanes += its
         (standing,) = reading.listed(_board, source.directory) or [None]
         times = [time for time in (last.get(source.label), lane.ended if lane else None) if time is not None]
-        found.append(
-            ProcessSnapshot(
-                label=source.label,
-                role=source.info.role,
-                info=source.info,
-                phase=standing.phase if standing else None,
-                lane=lane,
-                ended=max(times, default=None),
-            )
-        )
+        found.append(ProcessSnapshot(
+            label=source.label, role=source.info.role, info=source.info, lane=lane,
+            phase=standing.phase if standing else None, ended=max(times, default=None),
+        ))  # fmt: skip
     return found
 
 
-def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
-    samples = reading.listed(read_samples, source.directory / SAMPLES_FILE)
-    if not samples:
-        return None
+def _lanes(source: Source, path: Path, reading: _Reading, most: int = MOST_POINTS) -> list[Lane]:
+    """Return what a process recorded of steps, and in lanes that follow what is of one of several optimizers."""
+    ring = next(iter(reading.listed(lambda path: [rows_of_ring(path)], path)), None)
+    if ring is None or not len(ring):
+        return []
     reading.note_lost(source)
-    first, newest = samples[0], samples[-1]
-    return Lane(
-        label=source.label,
-        steps=len(samples),
-        last_step=newest.step,
-        begun=first.unix_seconds - (first.seconds if 0 <= first.seconds < _LONGEST_STEP else 0.0),
-        ended=newest.unix_seconds,
-        columns=columns_of_samples(samples, most),
-    )
+    old = read_history(path).rows
+    old = old[old["time"] < ring["time"][0]]
+    rows, names = thinned(old, ring, most), read_optimizers(source.directory)
+    found = {source.label: columns(rows)}
+    for number, name in enumerate(names if len(names) > 1 else [], start=1):
+        its = columns(rows[rows["optimizer"] == number])
+        found[f"{source.label}, {name}"] = {name: its[name] for name in OF_AN_OPTIMIZER if name in its}
+        for name in OF_AN_OPTIMIZER:
+            found[source.label].pop(name, None)
+    begins = (old if len(old) else ring)[0]
+    seconds = float(begins["mean"][NAMES.index("seconds")])
+    begun = int(begins["time"]) / 1e9 - (seconds if 0 <= seconds < _LONGEST_STEP else 0.0)
+    last, ended = int(ring["step"][-1]), int(ring["time"][-1]) / 1e9
+    main = Lane(
+        label=source.label, last_step=last, begun=begun, ended=ended, columns=found.pop(source.label),
+        moments=(rows["time"] / 1e9, rows["step"]),
+    )  # fmt: skip
+    return [main, *(replace(main, label=label, begun=None, columns=its) for label, its in found.items())]
 
 
 def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) -> list[Lane]:
     """Return what guards recorded of steps, as far as their processes were not observed to record the same."""
     known = {name for lane in observed for name in lane.columns}
-    found = []
-    for source in guards:
-        reading.note_lost(source)
-        marks = reading.listed(read_steps, source.directory)
-        ended = [mark for mark in marks if mark.mark is not StepMark.BEGUN]
-        columns = {name: each for name, each in columns_of_marks(ended).items() if name not in known}
-        if ended and columns:
-            found.append(
-                Lane(
-                    label=source.label,
-                    steps=len(ended),
-                    last_step=ended[-1].global_step,
-                    begun=marks[0].unix_seconds,
-                    ended=marks[-1].unix_seconds,
-                    columns=columns,
-                )
-            )
-    return found
+    lanes = [lane for source in guards for lane in _lanes(source, source.directory / STEPS_FILE, reading)]
+    lanes = [replace(lane, columns={k: v for k, v in lane.columns.items() if k not in known}) for lane in lanes]
+    return [lane for lane in lanes if lane.columns]
 
 
 def _bounded(events: list[EventSeen]) -> tuple[list[EventSeen], dict[str, int]]:

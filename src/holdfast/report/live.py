@@ -19,7 +19,8 @@ from rich.text import Text
 from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.recorder.progress import Phase
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
-from holdfast.report.verdicts import how_sure
+from holdfast.report.severity import severity
+from holdfast.report.verdicts import how_sure, tone
 from holdfast.report.watching import Watched
 
 REFRESH_SECONDS = 0.5
@@ -34,8 +35,7 @@ _PHASE_STYLES = {
     Phase.EVALUATION: "cyan",
     Phase.SAVING: "blue",
 }
-_ALARMING = frozenset({"exception", "hang", "stop", "stopped", "out_of_memory", "leak", "spike", "save_failed",
-                       "process_stopped", "output_lost"})  # fmt: skip
+_STYLES = {"error": "red", "warning": "yellow", "info": ""}
 
 
 def follow(watched: Watched, console: Console, wait: Callable[[float], object]) -> RunSnapshot:
@@ -57,7 +57,8 @@ def draw(run: RunSnapshot, width: int) -> RenderableType:
     parts: list[RenderableType] = [_head(run)]
     if shown:
         parts.append(_standings(shown))
-        trained = [process for process in shown if process.losses or process.host_bytes]
+        rows = [row for process in shown for row in process.optimizers or (process,)]
+        trained = [row for row in rows if row.losses or row.host_bytes]
         if trained:
             parts.append(_training(trained, width))
     else:
@@ -157,7 +158,7 @@ def _events(run: RunSnapshot) -> Table:
         table.add_row(
             Text(moment(seen.event.unix_seconds, "%H:%M:%S")),
             Text(sanitise(seen.source, most=20)),
-            Text(sanitise(seen.event.kind, most=24), style="red" if seen.event.kind in _ALARMING else ""),
+            Text(sanitise(seen.event.kind, most=24), style=_STYLES[severity(seen.event)]),
             Text(sanitise(facts, most=300), no_wrap=True, overflow="ellipsis"),
         )
     return table
@@ -171,7 +172,7 @@ def _verdict(run: RunSnapshot) -> Panel:
         lines.append(Text.assemble(("Fix: ", "bold"), sanitise(verdict.fix, most=1000)))
     if sure := how_sure(verdict):
         lines.append(Text(f"How sure: {sure}", style="dim"))
-    style = "green" if verdict.family == "ended well" else "red"
+    style = {"well": "green", "unknown": "yellow"}.get(tone(verdict), "red")
     title = Text(f"{sanitise(verdict.title, most=60)} [{sanitise(verdict.cause, most=10)}]")
     return Panel(Group(*lines), title=title, title_align="left", border_style=style, box=box.ROUNDED)
 

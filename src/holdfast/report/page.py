@@ -16,7 +16,7 @@ from holdfast.report.figures import figures
 from holdfast.report.offline_page import fill_page
 from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import EventSeen
-from holdfast.report.verdicts import how_sure
+from holdfast.report.verdicts import how_sure, tone
 
 
 def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
@@ -26,6 +26,7 @@ def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
         {"moment": moment, "size": size, "base64": lambda data: base64.b64encode(data).decode(), "facts": _facts_of},
         run=run,
         name=run.path.resolve().name or str(run.path),
+        tone="unknown" if run.verdict is None else tone(run.verdict),
         sure="" if run.verdict is None else how_sure(run.verdict),
         facts=_facts(run),
         environment=_environment(run),
@@ -47,10 +48,9 @@ def _facts(run: RunSnapshot) -> dict[str, str]:
         "checkpoints": str(sum(each.status == "complete" for each in run.checkpoints)),
     }
     for title, name in (("peak host memory", "host_bytes"), ("peak device memory", "device_peak_bytes")):
-        peaks = [lane.columns[name].values for lane in run.lanes if name in lane.columns]
-        finite = [float(value) for values in peaks for value in values if value == value]
-        if finite:
-            facts[title] = size(max(finite))
+        peaks = [lane.columns[name].finite.max(initial=0) for lane in run.lanes if name in lane.columns]
+        if peaks:
+            facts[title] = size(max(peaks))
     return facts
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
-from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE, StepMark
-from holdfast.recorder.following import EventFollower, MarkFollower, SampleFollower
+from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE
+from holdfast.recorder.following import EventFollower, SampleFollower
 from holdfast.recorder.progress import StepSample
-from holdfast.recorder.reader import words_of_lost
+from holdfast.recorder.reader import not_recorded_any_more
 from holdfast.recorder.run_files import (
     PROCESS_FILE,
     PROCESSES_FOLDER,
@@ -41,13 +42,12 @@ from holdfast.report.sources import (
 class News:
     """What a source recorded since the last look, oldest first; of a plain guard loss, norm and duration of steps.
 
-    `lost` counts samples that were overwritten before they were read.
+    Steps that were overwritten before they were read are samples of the means of many.
     """
 
     source: Source
     samples: list[StepSample]
     events: list[Event]
-    lost: int = 0
 
 
 class RunFollower:
@@ -77,15 +77,16 @@ class RunFollower:
             if here and _is_over(source):  # asked before it is read: nothing comes after that
                 over.add(source.directory)
             track = self._tracks.setdefault(source.directory, _Track(source, steps=self._steps))
+            lost = track.lost
             try:
                 news = track.new(source, hold_back=hold_back and source.directory not in over)
+                words = not_recorded_any_more(source.directory) if track.lost > lost else ""
             except RunDirectoryError as error:
                 self.problems[str(source.directory)] = sanitise(error.what, most=200)
                 continue
-            if news.lost and news.samples:
-                words = words_of_lost(track.lost, news.samples[0].step)
+            if words:
                 self.problems[f"{source.directory} lost"] = f"of {sanitise(source.label, most=60)} {words}"
-            if news.samples or news.events or news.lost:
+            if news.samples or news.events:
                 found.append(news)
                 self._remember_guards(news)
         self.sources = [source for source in self.sources if source.directory not in over]
@@ -124,25 +125,32 @@ class _Track:
     """The followers of one directory."""
 
     def __init__(self, source: Source, *, steps: bool) -> None:
-        self._steps = steps
         self._events = EventFollower(source.directory / EVENTS_FILE)
-        self._samples = SampleFollower(source.directory / SAMPLES_FILE)
-        self._marks = MarkFollower(source.directory / STEPS_FILE)
+        self._path = source.directory / (SAMPLES_FILE if source.kind == "process" else STEPS_FILE)
+        self._samples = SampleFollower(self._path) if steps and source.kind != "supervisor" else None
         self.lost = 0
+        self._newest = 0.0
 
     def new(self, source: Source, *, hold_back: bool) -> News:
-        samples: list[StepSample] = []
-        if self._steps and source.kind == "process":
-            samples = self._samples.new(hold_back=hold_back)
-        elif self._steps and source.kind == "guard":
-            samples = [
-                StepSample(
-                    step=mark.global_step, micro_steps=0, unix_seconds=mark.unix_seconds, loss=mark.loss,
-                    grad_norm=mark.grad_norm, learning_rate=None, seconds=mark.seconds, wait_seconds=math.nan,
-                )
-                for mark in self._marks.new()
-                if mark.mark is not StepMark.BEGUN
-            ]  # fmt: skip
-        before, self.lost = self.lost, self._samples.lost + self._marks.lost
+        samples = [] if self._samples is None else self._samples.new(hold_back=hold_back)
+        lost, self.lost = self.lost, 0 if self._samples is None else self._samples.lost
+        if samples and self.lost > lost:
+            samples[:0] = _in_short(self._path, self._newest, samples[0].unix_seconds)
+        self._newest = samples[-1].unix_seconds if samples else self._newest
         events = [event for event in self._events.new() if is_sound_event(event)]
-        return News(source=source, samples=samples, events=events, lost=self.lost - before)
+        return News(source=source, samples=samples, events=events)
+
+
+def _in_short(path: Path, after: float, before: float) -> list[StepSample]:
+    """Return what a ring does not hold any more between two times, as samples that are means of many."""
+    from holdfast.recorder.history import read_history  # here: numpy takes a tenth of a second
+
+    rows, found = read_history(path).rows, []
+    for row in rows[(rows["time"] > after * 1e9) & (rows["time"] < before * 1e9)]:
+        numbers = zip(row["mean"].tolist(), row["finite"], row["odd"], strict=True)
+        known: list[Any] = [mean if finite else math.nan if odd else None for mean, finite, odd in numbers]
+        seconds, wait, *sizes = (math.nan if each is None else each for each in known[3:])
+        sizes = [0 if math.isnan(each) else int(each) for each in sizes]
+        where = int(row["time"]) / 1e9, int(row["optimizer"])
+        found.append(StepSample._make([int(row["step"]), 0, *known[:3], seconds, wait, *sizes, *where]))
+    return found

@@ -19,24 +19,25 @@ from holdfast.report.sources import EventSeen
 
 if TYPE_CHECKING:  # numpy takes a tenth of a second
     from holdfast.report.images import ImageSeen
-    from holdfast.report.series import Series
+    from holdfast.report.series import Numbers, Series
 
 State = Literal["running", "waits to restart", "ended"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What one process trained: steps that the ring still holds, when (Unix times), and its curves by name.
+    """What one process trained: to which step, when (Unix times), and its curves by name.
 
-    `begun` is the end of the first sample, less its duration.
+    `begun` is the end of the first step that is recorded, less its duration; None of one of several optimizers.
+    `moments`: times, and the steps made until then.
     """
 
     label: str
-    steps: int
     last_step: int
     begun: float | None
     ended: float | None
     columns: Mapping[str, Series]
+    moments: tuple[Numbers, Numbers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class ProcessSnapshot:
     """One process; numbers are None, NaN or 0 where they are unknown.
 
     `alive` is None if that cannot be seen from here. Of `watch` only: `losses` and `wait_share` are those of the
-    newest 600 steps, `steps_per_second` that of the newest 50.
+    newest 600 steps, `steps_per_second` that of the newest 50, and `optimizers` the same for each of several.
     """
 
     label: str
@@ -57,6 +58,7 @@ class ProcessSnapshot:
     step: int = 0
     ended: float | None = None
     lane: Lane | None = None
+    optimizers: tuple[ProcessSnapshot, ...] = ()
     steps_per_second: float = math.nan
     loss: float | None = None
     losses: tuple[float, ...] = ()

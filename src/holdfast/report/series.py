@@ -1,119 +1,78 @@
-"""Curves over steps, thinned so that every dip and peak that was recorded can still be seen."""
+"""Curves over steps: the mean of each stretch of steps, and the least and most in it: every peak can be seen."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.recorder.progress import StepSample
-from holdfast.recorder.reader import StepRecord
+from holdfast.recorder.history import NAMES, Rows, at_most, rows_of
+from holdfast.recorder.ring import read_ring, slot_struct
 
 Numbers = NDArray[np.float64]
 
-# A screen has some 4,000 columns of pixels at most; four points for each of 500 buckets are enough to draw a curve
-# of any length as an eye would see it, and to zoom in by a factor of several.
+# A screen has some 4,000 columns of pixels at most: enough to draw a curve of any length as an eye would see it.
 MOST_POINTS = 2000
-_SHARE_BUCKETS = 400
+OF_AN_OPTIMIZER = NAMES[:3]  # curves that make no sense for several together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """One curve over steps, in the order in which they were made; NaN in a gap, as where the run went back.
 
-    `nonfinite` are the steps whose value is infinite or NaN.
+    `nonfinite` are the steps where a value is infinite or NaN. Where values are means of several steps, `band` has
+    the steps, the least and the most.
     """
 
     steps: Numbers
     values: Numbers
     nonfinite: Numbers
+    band: tuple[Numbers, Numbers, Numbers] | None
+
+    @property
+    def finite(self) -> Numbers:
+        """Return the finite values, the least and the most included."""
+        values: Numbers = np.concatenate([self.values, *(self.band or ())[1:]])
+        return values[np.isfinite(values)]
 
 
-def thin(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
-    """Keep first, last, smallest and largest finite value of each of ``most // 4`` buckets, and one non-finite."""
-    count = len(values)
-    if count <= most:
-        return steps, values
-    edges = np.linspace(0, count, max(most // 4, 1) + 1).astype(np.int64)
-    first = edges[:-1]
-    finite = np.isfinite(values)
-    low = _first_matches(np.where(finite, values, np.inf), first, np.minimum)
-    high = _first_matches(np.where(finite, values, -np.inf), first, np.maximum)
-    gaps = _first_of_each(np.flatnonzero(~finite), first)
-    kept = np.unique(np.concatenate([first, edges[1:] - 1, low, high, gaps]))
-    return steps[kept], values[kept]
+def rows_of_ring(path: Path) -> Rows:
+    """Return a row of ``history`` for each record that a ring of steps holds, oldest first; H305 as `read_ring`."""
+    records = read_ring(path)
+    slot = slot_struct(len(records[0].payload) if records else 0)
+    slots = b"".join(slot.pack(each.sequence, each.nanoseconds, each.payload, each.sequence) for each in records)
+    return rows_of(slots, slot.size)[0]
 
 
-def _first_matches(values: Numbers, first: NDArray[np.int64], reduce: np.ufunc) -> NDArray[np.int64]:
-    """Return an index of the smallest or largest value of each bucket; ``first`` begins each bucket."""
-    best = np.repeat(reduce.reduceat(values, first), np.diff(np.append(first, len(values))))
-    return _first_of_each(np.flatnonzero(values == best), first)
+def thinned(old: Rows, ring: Rows, most: int = MOST_POINTS) -> Rows:
+    """Return the rows that are drawn: half of them for what the ring of a process does not hold any more."""
+    return np.concatenate([at_most(old, most // 2), at_most(ring, most // 2, finest=2)])
 
 
-def _first_of_each(indices: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
-    return indices[np.unique(np.searchsorted(first, indices, side="right"), return_index=True)[1]]
+def columns(rows: Rows) -> dict[str, Series]:
+    """Return the curves of a process by name."""
+    steps = rows["step"].astype(np.float64)
+    found = {
+        name: _series(steps, *(rows[field][:, place] for field in ("finite", "odd", "mean", "low", "high")))
+        for place, name in enumerate(NAMES)
+    }
+    seconds, wait = (rows["mean"] * rows["finite"])[:, [NAMES.index("seconds"), NAMES.index("wait_seconds")]].T
+    known = (seconds > 0) & (rows["finite"][:, NAMES.index("wait_seconds")] > 0)
+    share = np.clip(wait / np.where(known, seconds, 1.0), 0.0, 1.0)
+    found |= {"wait_seconds": None, "wait_share": _series(steps, known, known & False, share, share, share)}
+    return {name: each for name, each in found.items() if each is not None}
 
 
-def series(
-    steps: Numbers, values: Numbers, read: NDArray[np.bool_] | None = None, *, most: int = MOST_POINTS
-) -> Series | None:
-    """Return a curve of the values that were read (None: all that are not NaN), or None without any."""
-    read = ~np.isnan(values) if read is None else read
+def _series(steps: Numbers, finite: Numbers, odd: Numbers, *numbers: Numbers) -> Series | None:
+    """Return a curve of mean, least and most, or None; ``finite`` and ``odd`` say how many values of a row are."""
+    mean, low, high = numbers
+    read, known = (finite > 0) | (odd > 0), finite > 0
     if not read.any():
         return None
-    steps, values = steps[read], values[read]
-    thinned_steps, thinned = thin(steps, values, most)
-    bad = ~np.isfinite(thinned)
-    x, y = _broken_where_steps_go_back(thinned_steps, np.where(bad, np.nan, thinned))
-    return Series(steps=x, values=y, nonfinite=thinned_steps[bad])
-
-
-def _broken_where_steps_go_back(steps: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
-    """Insert a gap wherever the steps go back, where a line would be drawn that nobody trained."""
-    back = np.flatnonzero(np.diff(steps) < 0) + 1
-    return np.insert(steps, back, np.nan), np.insert(values, back, np.nan)
-
-
-def columns_of_samples(samples: Sequence[StepSample], most: int = MOST_POINTS) -> dict[str, Series]:
-    """Return the curves of a process that were recorded, by name."""
-    steps, seconds, wait = (
-        np.array([getattr(each, name) for each in samples], np.float64)
-        for name in ("step", "seconds", "wait_seconds")
-    )
-    found = _columns(samples, "step", ("loss", "grad_norm", "learning_rate"), most)
-    found |= {"seconds": series(steps, seconds, most=most), "wait_share": wait_share(steps, seconds, wait)}
-    for name in ("host_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes"):
-        sizes = np.array([getattr(each, name) or math.nan for each in samples], np.float64)
-        found[name] = series(steps, sizes, most=most)
-    return {name: each for name, each in found.items() if each is not None}
-
-
-def columns_of_marks(records: Sequence[StepRecord], most: int = MOST_POINTS) -> dict[str, Series]:
-    """Return the curves that a guard's marks of finished steps hold, by name."""
-    found = _columns(records, "global_step", ("loss", "grad_norm", "seconds"), most)
-    return {name: each for name, each in found.items() if each is not None}
-
-
-def _columns(records: Sequence[object], step: str, names: Sequence[str], most: int) -> dict[str, Series | None]:
-    """Return curves of what was read: NaN is a value, None is not."""
-    found = {}
-    for name in names:
-        pairs = [(getattr(each, step), value) for each in records if (value := getattr(each, name)) is not None]
-        points = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-        found[name] = series(points[:, 0], points[:, 1], np.ones(len(pairs), bool), most=most)
-    return found
-
-
-def wait_share(steps: Numbers, seconds: Numbers, wait: Numbers) -> Series | None:
-    """Return the share of time that went into waiting for the loader, over buckets of steps."""
-    known = np.isfinite(seconds) & np.isfinite(wait) & (seconds > 0)
-    steps, seconds, wait = steps[known], seconds[known], wait[known]
-    if not len(steps):
-        return None
-    first = np.unique(np.linspace(0, len(steps), _SHARE_BUCKETS, endpoint=False).astype(np.int64))
-    share = np.clip(np.add.reduceat(wait, first) / np.add.reduceat(seconds, first), 0.0, 1.0)
-    x, y = _broken_where_steps_go_back(steps[first], share)
-    return Series(steps=x, values=y, nonfinite=np.array([]))
+    x, y = steps[read], np.where(known, mean, np.nan)[read]
+    back = np.flatnonzero(np.diff(x) < 0) + 1  # a line would be drawn there that nobody trained
+    band = (steps[known], low[known], high[known]) if (low < high).any() else None
+    x, y = np.insert(x, back, np.nan), np.insert(y, back, np.nan)
+    return Series(steps=x, values=y, nonfinite=steps[odd > 0], band=band)

@@ -87,5 +87,12 @@ def how_sure(verdict: Verdict) -> str:
     return f"{cause} ({share}), its class {of_class} ({verdict.class_confidence:.0%})"
 
 
+def tone(verdict: Verdict) -> str:
+    """Return how a run is to be looked at: "well", "unknown" of an end that is no failure of its own, or "failed"."""
+    if verdict.family == "ended well":  # in doubt the title says what speaks against it, after a comma
+        return "unknown" if ", " in verdict.title else "well"
+    return "unknown" if verdict.family in ("unknown", "preempted") else "failed"
+
+
 def _in_words(share: float) -> str:
     return next(words for least, words in _SURE if share >= least)

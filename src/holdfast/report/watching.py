@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from holdfast.recorder.run_files import (
     VERDICT_FILE,
     process_is_stopped,
     process_lives,
+    read_optimizers,
 )
 from holdfast.report.run_follower import News, RunFollower
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State
@@ -76,18 +78,11 @@ class Watched:
         state = self._state(processes, lost=lost)
         verdict = read_json(self._run / VERDICT_FILE) if state != "running" else {}
         return RunSnapshot(
-            path=self._run,
-            supervised=supervised,
-            state=state,
-            attempt=self._attempt,
-            now=self._clock.unix_seconds(),
-            newest=self._newest or None,
-            processes=tuple(processes),
-            events=tuple(self._events),
-            verdict=verdict_from(verdict) if verdict else None,
-            news=tuple(news),
+            path=self._run, supervised=supervised, state=state, attempt=self._attempt,
+            now=self._clock.unix_seconds(), newest=self._newest or None, processes=tuple(processes),
+            events=tuple(self._events), verdict=verdict_from(verdict) if verdict else None, news=tuple(news),
             problems=(*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])),
-        )
+        )  # fmt: skip
 
     def _take_in(self, all_news: Sequence[News]) -> None:
         arrived: list[EventSeen] = []
@@ -136,18 +131,17 @@ class Watched:
             since = max(0.0, self._clock.monotonic_seconds() - standing.since_seconds)
         history = list(self._history.get(source.directory, ()))
         last_step = history[-1].step if history else 0
-        return ProcessSnapshot(
-            label=source.label,
-            role=source.info.role if source.info else "guard",
-            info=source.info,
-            alive=alive,
+        seen = ProcessSnapshot(
+            label=source.label, role=source.info.role if source.info else "guard", info=source.info, alive=alive,
             stopped=bool(alive and source.info is not None and process_is_stopped(source.info.pid)),
-            phase=standing.phase if standing else None,
-            since_seconds=since,
+            phase=standing.phase if standing else None, since_seconds=since,
             step=standing.step if standing and standing.step else last_step,
-            steps_per_second=_rate(history, self._clock.unix_seconds() if alive else None),
-            **_recent(history),
-        )
+            steps_per_second=_rate(history, self._clock.unix_seconds() if alive else None), **_recent(history),
+        )  # fmt: skip
+        names = read_optimizers(source.directory)
+        own = {n: [each for each in history if each.optimizer == n] for n in range(1, len(names) + 1)}
+        apart = [replace(seen, label=f"{seen.label}, {names[n - 1]}", **_recent(own[n])) for n in own if own[n]]
+        return replace(seen, optimizers=tuple(apart) if len(names) > 1 else ())
 
     def _supervisor_is_lost(self, pid: object, *, here: bool) -> bool:
         """Return whether the supervisor has gone without a word: that was noted, or its process is gone."""

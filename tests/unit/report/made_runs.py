@@ -79,6 +79,7 @@ def write_samples(path: Path, samples: Sequence[StepSample]) -> None:
         for sequence, each in enumerate(samples, start=1):
             values = [each.loss, each.grad_norm, each.learning_rate]
             is_read = sum(1 << place for place, value in enumerate(values) if value is not None)
+            is_read |= each.optimizer << 8
             payload = _SAMPLE.pack(
                 each.step, each.micro_steps, is_read, *(math.nan if value is None else value for value in values),
                 each.seconds, each.wait_seconds, each.host_bytes, each.device_allocated_bytes,

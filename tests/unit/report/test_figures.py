@@ -24,7 +24,7 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
     """Plotly knows every attribute; each rank has its curves, or all have one, and each event a mark on its row."""
     drawn = figures(gather(make_run(tmp_path, ranks=2)))
     timeline, steps = _validated(drawn["timeline"]), _validated(drawn["steps"])
-    assert {trace.name for trace in steps.data} == {"rank 0", "rank 1", "all alike"}
+    assert {trace.name for trace in steps.data} == {"rank 0", "rank 1", "all alike", "error"}
     titles = [note.text for note in steps.layout.annotations]
     assert titles == [
         f"<b>{title}</b>"
@@ -35,8 +35,9 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
     assert sum(bool(trace.showlegend) for trace in steps.data) == 3
     rows = list(timeline.layout.yaxis.categoryarray)
     assert rows == ["rank 1", "rank 0", "supervisor"]
-    (marks,) = [trace for trace in timeline.data if trace.name == "exception"]
+    (marks,) = [trace for trace in timeline.data if trace.name == "error"]
     assert list(marks.y) == ["rank 0", "rank 1"]
+    assert marks.hovertext[0] == "rank 0, step 300, exception: shapes differ"
     (bars,) = [trace for trace in timeline.data if trace.name == "training"]
     assert bars.base[0] == "2026-09-21 14:13:25.000"
     assert bars.x[0] == pytest.approx(30_000)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from holdfast.core.importing import ImportWatch
 from holdfast.recorder import progress
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, read_samples
-from holdfast.recorder.run_files import PROCESSES_FOLDER, ProcessInfo, read_processes, write_process
+from holdfast.recorder.run_files import PROCESSES_FOLDER, ProcessInfo, read_optimizers, read_processes, write_process
 from holdfast.supervise.observe.launchers import find_launcher_name
 from holdfast.supervise.observe.steps import Steps
 from holdfast.supervise.observe.values import OnItsWay, ValueReader
@@ -342,6 +342,16 @@ def test_a_step_that_only_makes_state_is_none(seen: Seen) -> None:
     first, second, _ = [(each.step, each.micro_steps, each.loss) for each in read_samples(seen.ring)]
     assert (first, second) == ((1, 1, 1), (2, 1, 1))
     assert [(each.step, each.learning_rate) for each in read_samples(seen.ring)] == [(1, 0.1), (2, 0.1), (3, 0.1)]
+
+
+def test_the_optimizer_that_stepped_is_recorded_with_a_name(seen: Seen) -> None:
+    """Losses of two players can be told apart: a step has the number of its optimizer, and a file the names."""
+    steps, one, other = steps_of(seen), Optimizer(), Optimizer()
+    for loss, optimizer in ((1.0, one), (9.0, other), (2.0, one), (8.0, other)):
+        backward(steps, loss)
+        step(steps, optimizer)
+    assert [each.optimizer for each in read_samples(seen.ring)] == [1, 2, 1, 2]
+    assert read_optimizers(seen.ring.parent) == ["Optimizer 1", "Optimizer 2"]
 
 
 def test_an_optimizer_that_is_never_seen_to_step(seen: Seen) -> None:

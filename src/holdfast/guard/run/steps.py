@@ -327,7 +327,8 @@ class Steps:
                 rule="H201",
             )
         # A name for the losses of this function and these optimizers, the same after every restart.
-        series = f"{'+'.join(names)} {self.engine.attempts.safety.describe(loss_fn)}"
+        optimizer = "+".join(names)
+        series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
         diagnosis.given(batch, again=state.batch_is_used)
         self._record.step(StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0)
         try:
@@ -358,7 +359,8 @@ class Steps:
                 self.engine.search_cause(batch, loss_fn, names, split, self._clock, self._opened_at)
             facts, mark = outcome.attempt.facts, StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
             seconds = self._clock.monotonic_seconds() - started
-            self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds)
+            self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds,
+                              "" if len(self.parts.optimizers) == 1 else optimizer)  # fmt: skip
             return outcome.result(reason)
         return self._undone(half_way)
 

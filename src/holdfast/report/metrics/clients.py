@@ -47,25 +47,15 @@ class JsonLines:
         """Append lines, and flush them."""
         for point in points:
             self._line(
-                kind="step",
-                time=round(point.unix_seconds, 6),
-                process=point.process,
-                rank=point.rank,
-                attempt=point.attempt,
-                step=point.step,
-                **point.values,
-            )
+                kind="step", time=round(point.unix_seconds, 6), process=point.process, rank=point.rank,
+                attempt=point.attempt, step=point.step, **point.values,
+            )  # fmt: skip
         for happened in events:
             event = happened.event
             self._line(
-                kind="event",
-                time=round(event.unix_seconds, 6),
-                process=happened.process,
-                attempt=happened.attempt,
-                step=event.global_step,
-                event=event.kind,
-                facts=dict(event.data),
-            )
+                kind="event", time=round(event.unix_seconds, 6), process=happened.process, attempt=happened.attempt,
+                step=event.global_step, event=event.kind, facts=dict(event.data),
+            )  # fmt: skip
         self._file.flush()
 
     def _line(self, **values: Any) -> None:
@@ -166,7 +156,7 @@ class MlflowRun:
     def write(self, points: list[Point], events: list[Happened]) -> None:
         """Log metrics in batches; events are counted by kind."""
         metrics = [
-            self._metric(f"{_key(point.process)}/{name}", value, round(point.unix_seconds * 1000), point.step)
+            self._metric(_key(f"{point.process}/{name}"), value, round(point.unix_seconds * 1000), point.step)
             for point in points
             for name, value in point.values.items()
         ]
@@ -185,4 +175,4 @@ class MlflowRun:
 
 def _key(text: str) -> str:
     """Return a text with the characters that MLflow allows in a name."""
-    return "".join(c if c.isascii() and (c.isalnum() or c in "_-. ") else "_" for c in sanitise(text, most=100))
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_-. /") else "_" for c in sanitise(text, most=160))

@@ -13,12 +13,14 @@ from holdfast.core.clock import SystemClock
 from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.progress import StepSample
+from holdfast.recorder.run_files import read_optimizers
 from holdfast.report.run_follower import News
 from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import Source
 from holdfast.report.watching import Watched
 
 POLL_SECONDS = 1.0
+_SIZES = ("host_memory_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes")  # of a sample
 _log = logging.getLogger("holdfast")
 
 
@@ -26,7 +28,8 @@ _log = logging.getLogger("holdfast")
 class Point:
     """What one process measured at one step; what was not read is not among the values.
 
-    `process` is "rank 3", or "trainer" where there are no ranks: the same in every attempt, which count from 0.
+    Names of values such as "loss/critic" end with the optimizer that stepped, where there are several. `process` is
+    "rank 3", or "trainer" where there are no ranks: the same in every attempt, which count from 0.
     """
 
     process: str
@@ -143,17 +146,15 @@ class _Naming:
         self._observed = self._observed or (source.kind == "process" and bool(news.samples))
         if source.kind != "process" and self._observed:
             return []
+        names = read_optimizers(source.directory)
+        several = dict(enumerate(names, start=1)) if len(names) > 1 else {}
         return [
             Point(
-                process=self._name(source),
-                rank=source.rank,
-                attempt=source.attempt,
-                step=sample.step,
-                unix_seconds=sample.unix_seconds,
-                values=_values(sample),
+                process=self._name(source), rank=source.rank, attempt=source.attempt, step=sample.step,
+                unix_seconds=sample.unix_seconds, values=_values(sample, several.get(sample.optimizer)),
             )
             for sample in news.samples
-        ]
+        ]  # fmt: skip
 
     def _name(self, source: Source) -> str:
         if source.directory not in self._names:
@@ -163,19 +164,13 @@ class _Naming:
         return self._names[source.directory]
 
 
-def _values(sample: StepSample) -> dict[str, float]:
+def _values(sample: StepSample, optimizer: str | None) -> dict[str, float]:
     often_unread = ("loss", "grad_norm", "learning_rate")
-    values: dict[str, float] = {name: v for name in often_unread if (v := getattr(sample, name)) is not None}
+    of = "" if optimizer is None else f"/{sanitise(optimizer, most=60)}"
+    values: dict[str, float] = {name + of: v for name in often_unread if (v := getattr(sample, name)) is not None}
     if sample.seconds >= 0:
         values["step_seconds"] = sample.seconds
     if sample.seconds > 0 and sample.wait_seconds >= 0:
         values["wait_share"] = min(sample.wait_seconds / sample.seconds, 1.0)
-    for name, count in (
-        ("host_memory_bytes", sample.host_bytes),
-        ("device_allocated_bytes", sample.device_allocated_bytes),
-        ("device_reserved_bytes", sample.device_reserved_bytes),
-        ("device_peak_bytes", sample.device_peak_bytes),
-    ):
-        if count:
-            values[name] = float(count)
-    return values
+    sizes = zip(_SIZES, sample[7:11], strict=True)
+    return values | {name: float(count) for name, count in sizes if count}

@@ -22,7 +22,8 @@
     for (const name of Object.keys(drawn)) {
       if (/^[xy]axis\d*$/.test(name)) {
         drawn[name] = Object.assign({}, drawn[name], { gridcolor: colours.line, linecolor: colours.line,
-          tickcolor: colours.line, spikecolor: colours.soft, spikethickness: 1, spikedash: "dot" });
+          tickcolor: colours.line, spikecolor: colours.soft, spikethickness: 1, spikedash: "dot",
+          nticks: drawn[name].type === "date" && window.innerWidth < 600 ? 3 : 0 });
       }
     }
     return drawn;

@@ -106,6 +106,7 @@ class Steps:
         self._micro_before = 0
         self._ended = 0  # number of the newest sample, until there are other gradients
         self._counted = 0  # which optimizer ended the newest step
+        self._numbers: dict[int, int] = {}  # of optimizers in the ring
         self._patience: int | None = None  # calls of backward until they are steps; None before the first
         self._began = self._wait_began = self._waited = 0
         self._before_aside = self._before_compiling = self._before_optimizer = Phase.STARTING
@@ -242,7 +243,8 @@ class Steps:
                     self.observer.becomes("trainer")
             self._counted = id(optimizer)
             rate = optimizer.param_groups[0].get("lr")
-            self._end_step(board, float(rate) if isinstance(rate, (int, float)) else None)  # a tensor: on a device?
+            # A rate that is a tensor may be on a device.
+            self._end_step(board, float(rate) if isinstance(rate, (int, float)) else None, optimizer)
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
@@ -261,7 +263,7 @@ class Steps:
             return type(optimizer).__module__.startswith("torch.optim.")
         return board.step == board.micro_step == 0 and self._values.all_zero(gradients)
 
-    def _end_step(self, board: ProgressBoard, learning_rate: float | None) -> None:
+    def _end_step(self, board: ProgressBoard, learning_rate: float | None, optimizer: Any = None) -> None:
         loss, norm, began = self._loss, self._norm, self._began
         self._loss = self._norm = None
         board.step = step = board.step + 1
@@ -274,6 +276,7 @@ class Steps:
             number = samples.write(
                 step, micro_steps, loss if type(loss) is float else None, norm if type(norm) is float else None,
                 learning_rate, (now - began) / 1e9 if began else math.nan, self._waited / 1e9, *memory,
+                optimizer=self._numbers.get(id(optimizer)) or self._name(optimizer, samples),
             )  # fmt: skip
             self._ended = number if micro_steps else 0  # else gradients come without backward
             if isinstance(loss, OnItsWay):
@@ -290,6 +293,13 @@ class Steps:
             requested = board.trace_requested()
             if requested != self._traced or self._tracer is not None:
                 self._trace(requested)
+
+    def _name(self, optimizer: Any, samples: SampleRing) -> int:
+        """Return the number of an optimizer that has not stepped before, 0 of None."""
+        if optimizer is not None:
+            name = f"{type(optimizer).__name__} {len(self._numbers) + 1}"
+            self._numbers[id(optimizer)] = samples.optimizers[name]
+        return self._numbers.get(id(optimizer), 0)
 
     def _open_samples(self) -> SampleRing | None:
         """Return the ring of samples; None on a full disk: the steps are counted all the same."""
