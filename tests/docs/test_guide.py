@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.docs.pages import DOCS, blocks
 from tests.prepared import run_prepared
+from tests.unit.learning.test_compiled import Graphs
 from torch import nn
 
 import holdfast
@@ -19,16 +20,6 @@ from holdfast.core.errors import PolicyError
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:`torch.jit")]
 DATA = torch.randn(104, 8, generator=torch.Generator().manual_seed(0))  # 6 batches of 16, and one of 8
-
-
-class Graphs:
-    """A backend that counts what it is given to compile."""
-
-    count = 0
-
-    def __call__(self, graph: Any, _given: Any) -> Any:
-        self.count += 1
-        return graph.forward
 
 
 @pytest.fixture
@@ -105,31 +96,28 @@ DDP = """
 import sys, torch, holdfast
 from torch.nn.parallel import DistributedDataParallel
 torch.distributed.init_process_group("gloo")
-how = sys.argv[1]
+how, compiled = sys.argv[1], lambda model: torch.compile(model, backend="aot_eager")
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+model = torch.nn.Linear(8, 1)
 if how == "in place":
     model.compile(backend="aot_eager")
-called = DistributedDataParallel(torch.compile(model, backend="aot_eager") if how == "inside" else model)
-called = torch.compile(called, backend="aot_eager") if how == "outside" else called
-loader = holdfast.DataLoader(torch.randn(96, 8), batch_size=16, shuffle=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-guard = holdfast.Guard(sys.argv[2], model=called, optimizer=optimizer, loader=loader)
+called = DistributedDataParallel(compiled(model) if how == "inside" else model)
+called = compiled(called) if how == "outside" else called
+sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+guard = holdfast.Guard(sys.argv[2], model=called, optimizer=sgd, loader=holdfast.DataLoader(torch.randn(96, 8), 16))
 for batch in guard.batches(max_epochs=2):
     guard.step(batch, lambda x: (called(x) - x.sum(1, keepdim=True)).square().mean())
 if torch.distributed.get_rank() == 0:
     print("result", guard.global_step, sum(p.double().abs().sum().item() for p in model.parameters()))
-torch.distributed.destroy_process_group()
 """
 
 
 def test_three_ways_to_compile_several_processes(tmp_path: Path) -> None:
     """Each trains, to the bits of what is not compiled: its backend changes no kernel."""
     (tmp_path / "ddp.py").write_text(DDP)
-    command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "ddp.py"]
     said = set()
     for how in ("eager", "outside", "inside", "in place"):
-        given = [*command, how, f"runs/{how}"]
+        given = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "ddp.py", how, f"runs/{how}"]
         ended = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
         assert ended.returncode == 0, ended.stderr[-2000:]
         said |= {line for line in ended.stdout.splitlines() if line.startswith("result 6 ")}
