@@ -208,11 +208,13 @@ class Training:
     Args:
         guard: Of the run.
         options: Of the recipe.
+        speaks: Whether this process shows and writes anything: of several ranks, the first one does.
     """
 
-    def __init__(self, guard: RecipeGuard, options: RunOptions) -> None:
+    def __init__(self, guard: RecipeGuard, options: RunOptions, *, speaks: bool = True) -> None:
         self.guard = guard
         self.options = options
+        self._speaks = speaks
         self._told = ""
 
     def show(self, **values: float | str) -> None:
@@ -241,6 +243,9 @@ class Training:
         if tell_if_ended(guard.global_step, most):
             yield from guard.batches(max_steps=most)  # none, as it says itself
             return
+        if not self._speaks:
+            yield from guard.batches(max_steps=most)
+            return
         console, last = Console(stderr=True, force_jupyter=False), time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         told = TextColumn("{task.fields[told]}")
@@ -267,8 +272,10 @@ class Training:
             figures: What the recipe has learnt, by name.
 
         Returns:
-            What ``result.json`` holds.
+            What ``result.json`` holds; of a rank that does not speak, the figures.
         """
+        if not self._speaks:
+            return dict(figures)
         return _write_end(self.guard, self.options.run_dir, figures, weights=digest(model))
 
 

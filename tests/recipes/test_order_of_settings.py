@@ -22,6 +22,8 @@ PRESET = "separation"  # max_grad_norm 5.0
 RECIPES = {
     "asr": "Options", "separation": "Options", "classifier": "ClassifierOptions", "gan": "GanOptions",
     "tacotron2": "TacotronOptions", "pegasus": "PegasusOptions",
+    "gpt": "GptOptions",
+    "lora": "LoraOptions", "diffusion": "DiffusionOptions",
 }  # fmt: skip
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 from tests.prepared import run_prepared
 
+from holdfast import Guard
 from holdfast.core.events.event import Event
 from holdfast.loader.quarantine import FILE_NAME, read_ledger
 from holdfast.recorder.black_box import StepMark
@@ -116,6 +120,22 @@ def records(place: Path) -> Sequence[object]:
     return "--train-file", place / "train.jsonl", "--validation-file", place / "validation.jsonl"
 
 
+def words(place: Path) -> Sequence[object]:
+    """Write a text of which an epoch is ten batches."""
+    text = place.with_suffix(".txt")
+    text.write_text("".join(f"{number} is {number * number} squared.\n" for number in range(160)))
+    return "--text", text
+
+
+def words_and_base(place: Path) -> Sequence[object]:
+    """Make a model to adapt, too."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=100, max_position_embeddings=64, **sizes)).save_pretrained(place)
+    return "--pretrained", place, *words(place)
+
+
 RECIPES = {
     "tacotron2": Tiny(
         options=("--size", "tiny", "--batch-size", "8", "--evaluate-every", "50", "--max-decoder-steps", "10"),
@@ -165,6 +185,27 @@ RECIPES = {
         steps=10,
         wide=("--channels", "128", "--batch-size", "16", "--dropout", "0"),
         data=speech,
+    ),
+    "gpt": Tiny(
+        options=("--width", "16", "--heads", "2", "--depth", "2", "--context", "16", "--eval-steps", "5"),
+        steps=14,
+        wide=("--width", "128", "--context", "64", "--batch-size", "40"),
+        data=words,
+    ),
+    "lora": Tiny(
+        options=("--rank", "2", "--context", "16", "--eval-steps", "5"),
+        steps=14,
+        wide=("--context", "64", "--batch-size", "40"),
+        data=words_and_base,
+    ),
+    "diffusion": Tiny(
+        options=("--width", "8", "--batch-size", "30", "--eval-steps", "10"),
+        steps=16,
+        wide=("--width", "16", "--batch-size", "320"),
+        share=0.65,  # as with tacotron2
+        limited_step=2,
+        malloc=2**17,
+        data=digits,
     ),
 }
 
@@ -271,3 +312,31 @@ def test_a_step_that_does_not_fit_into_memory_is_made_all_the_same(attempts):
         )  # Adam divides by what was rounded
     else:  # dropout or BatchNorm, which the recipe's policy allows: it says so, and goes on
         assert all(here[0] == pytest.approx(there[0], rel=0.05) for here, there in pairs)
+
+
+@pytest.mark.parametrize("name", ["gpt", "lora", "diffusion"])
+def test_a_step_with_nan_is_skipped_and_the_others_are_made(name, tmp_path, monkeypatch):
+    """Tokens hold no NaN, so there one loss does; of images one does, and its index is in the reason."""
+    tiny, module, step = RECIPES[name], importlib.import_module(f"recipes.{name}.train"), Guard.step
+
+    def poisoned_step(guard: Guard, batch: Any, loss: Any) -> Any:
+        return step(guard, batch, (lambda part: loss(part) * math.nan) if next(calls) == 4 else loss)
+
+    def poisoned_sample(data: Any, index: int) -> Any:
+        image, noise, level = get(data, index)
+        return image * math.nan if index == 7 and len(data) > 90 else image, noise, level
+
+    if name == "diffusion":
+        get = module.Noised.__getitem__
+        monkeypatch.setattr(module.Noised, "__getitem__", poisoned_sample)
+    else:
+        calls = itertools.count(1)
+        monkeypatch.setattr(Guard, "step", poisoned_step)
+    data = tiny.data(tmp_path / "data")
+    given = ["--run-dir", tmp_path / "run", "--max-steps", tiny.steps, *data, *tiny.options]
+    result = module.main([str(each) for each in given])
+    assert result["global_step"] == tiny.steps
+    assert math.isfinite(result["figures"]["held_out_loss"])
+    skipped = [each for each in read_events(tmp_path / "run/recorder/rank0") if each.kind == "skip_step"]
+    assert len(skipped) == result["statistics"]["skipped_steps"] >= 1
+    assert name != "diffusion" or "(dataset index 7)" in skipped[0].data["reason"]

@@ -32,7 +32,10 @@ from holdfast.testing import limit_memory, memory_limited
 
 torch.set_num_threads(1)
 _OF_EVERY_ATTEMPT = ("torch._dynamo", "plotly.offline")  # take seconds where each attempt imports them anew
-_LAZY = {"pegasus": ("DataCollatorForSeq2Seq", "PegasusForConditionalGeneration", "PegasusTokenizer")}
+_LAZY = {
+    "pegasus": ("DataCollatorForSeq2Seq", "PegasusForConditionalGeneration", "PegasusTokenizer"),
+    "lora": ("AutoModelForCausalLM", "AutoTokenizer", "LlamaConfig", "LlamaForCausalLM"),
+}
 _step, _init = holdfast.Guard.step, holdfast.Guard.__init__
 
 

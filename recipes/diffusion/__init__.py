@@ -1,0 +1,1 @@
+"""Diffusion of small images; ``python -m recipes.diffusion``."""

@@ -1,0 +1,1 @@
+"""A small GPT over characters; ``python -m recipes.gpt``."""

@@ -1,0 +1,1 @@
+"""Fine-tuning by low-rank adapters; ``python -m recipes.lora``."""

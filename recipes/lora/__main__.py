@@ -1,0 +1,8 @@
+"""``python -m recipes.lora``; a module of its own, since workers that are spawned import it again."""
+
+from recipes.lora.train import main
+from recipes.training import at_the_command_line
+
+if __name__ == "__main__":
+    with at_the_command_line():
+        main()

@@ -1,0 +1,124 @@
+"""The programs of `docs/guide/guard.md` print what the page says, and its table about `torch.compile` is true."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.docs.pages import DOCS, blocks
+from tests.prepared import run_prepared
+from tests.unit.learning.test_compiled import Graphs
+from torch import nn
+
+import holdfast
+from holdfast.core.errors import PolicyError
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:`torch.jit")]
+DATA = torch.randn(104, 8, generator=torch.Generator().manual_seed(0))  # 6 batches of 16, and one of 8
+
+
+@pytest.fixture
+def graphs() -> Iterator[Graphs]:
+    """Let a test begin, and leave, a process in which nothing is compiled."""
+    torch.compiler.reset()
+    yield Graphs()
+    torch.compiler.reset()
+
+
+def trained(
+    run_dir: Path, backend: Graphs | None, *, epochs: int = 2, drop_last: bool = False, **settings: Any
+) -> holdfast.Guard:
+    """Train a small regression, compiled unless there is no backend."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    called = model if backend is None else torch.compile(model, backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = holdfast.DataLoader(DATA, batch_size=16, shuffle=True, drop_last=drop_last)
+    guard = holdfast.Guard(run_dir, model=called, optimizer=optimizer, loader=loader, **settings)
+    for batch in guard.batches(max_epochs=epochs):
+        guard.step(batch, lambda x: (called(x) - x.sum(1, keepdim=True)).square().mean())
+    if backend is not None:
+        before = backend.count
+        with guard.evaluate():
+            called(DATA[:16])
+            called(DATA[:16])
+        assert backend.count == before + 1, "an evaluation is one graph more"
+        backend.count = before
+    guard.close()
+    return guard
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [("accumulate.py", "32 updates, the last one of 40 samples"), ("compiled.py", "30 steps")],
+)
+def test_a_program_of_the_page_prints_what_it_says(name: str, printed: str, tmp_path: Path) -> None:
+    """It runs as it stands, the compiled one with torch's own backend."""
+    (program,) = (block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title == name)
+    (tmp_path / name).write_text(program)
+    ended = run_prepared([tmp_path / name], cwd=tmp_path, timeout=240)
+    assert (ended.returncode, ended.stdout.strip()) == (0, printed), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "many"),
+    [({"drop_last": True}, {1}), ({}, {2}), ({"micro_batch_size": 8}, {1}), ({"micro_batch_size": 5}, {2, 3, 4})],
+)
+def test_which_batches_compile_once_more(graphs: Graphs, tmp_path: Path, settings: Any, many: set[int]) -> None:
+    """One size is one graph; a short batch, and parts of several sizes, are more."""
+    trained(tmp_path, graphs, **settings)
+    assert graphs.count in many
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_goes_on_compiled_or_not(graphs: Graphs, tmp_path: Path, first: bool) -> None:
+    """Checkpoints name weights as the model is written, so either reads what the other has saved."""
+    trained(tmp_path, graphs if first else None, epochs=1)
+    guard = trained(tmp_path, None if first else graphs)
+    assert guard.resumed_from is not None
+    assert guard.global_step == 14
+
+
+def test_what_is_left_out_and_what_is_refused(graphs: Graphs, tmp_path: Path) -> None:
+    """No optimizer is tried out; names of blocks to recompute are an error."""
+    tried = {"optimizer_fused", "optimizer_could_be_faster", "optimizer_not_tried"}
+    assert not tried & {event.kind for event in trained(tmp_path / "fuse", graphs, fuse=True).events()}
+    with pytest.raises(PolicyError, match="H102"):
+        trained(tmp_path / "names", graphs, recompute=["0"])
+
+
+DDP = """
+import sys, torch, holdfast
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo")
+how, compiled = sys.argv[1], lambda model: torch.compile(model, backend="aot_eager")
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+if how == "in place":
+    model.compile(backend="aot_eager")
+called = DistributedDataParallel(compiled(model) if how == "inside" else model)
+called = compiled(called) if how == "outside" else called
+sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+guard = holdfast.Guard(sys.argv[2], model=called, optimizer=sgd, loader=holdfast.DataLoader(torch.randn(96, 8), 16))
+for batch in guard.batches(max_epochs=2):
+    guard.step(batch, lambda x: (called(x) - x.sum(1, keepdim=True)).square().mean())
+if torch.distributed.get_rank() == 0:
+    print("result", guard.global_step, sum(p.double().abs().sum().item() for p in model.parameters()))
+"""
+
+
+def test_three_ways_to_compile_several_processes(tmp_path: Path) -> None:
+    """Each trains, to the bits of what is not compiled: its backend changes no kernel."""
+    (tmp_path / "ddp.py").write_text(DDP)
+    said = set()
+    for how in ("eager", "outside", "inside", "in place"):
+        given = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "ddp.py", how, f"runs/{how}"]
+        ended = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        said |= {line for line in ended.stdout.splitlines() if line.startswith("result 6 ")}
+    assert len(said) == 1
