@@ -119,7 +119,7 @@ def test_the_commands_and_their_flags() -> None:
             "--restart-delay",
             "--run-dir",
         ],
-        "watch": ["--once"],
+        "watch": ["--json", "--once"],
         "report": ["--json", "--out"],
         "events": ["--json", "--kind"],
         "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--tensorboard", "--wandb"],

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.output import Json, failing_clearly, print_json
+from holdfast.cli.output import Json, failing_clearly, print_json, working
 from holdfast.forecast.devices.catalogue import save_device
 
 
@@ -27,7 +27,8 @@ def run(
     with failing_clearly(as_json=as_json):
         from holdfast.forecast.devices.calibration import calibrate  # here, since torch takes seconds to import
 
-        device = calibrate(index)
+        with working("measuring the device"):
+            device = calibrate(index)
         path = Path(f"{re.sub('[^a-z0-9.]+', '-', device.name.lower())}.json") if out is None else out
         save_device(device, path)
         if as_json:

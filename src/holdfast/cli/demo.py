@@ -62,7 +62,7 @@ def _campaign(seed: int, *, quiet: bool) -> dict[str, Any]:
     disk.mkdir()
     command = [sys.executable, "-m", "holdfast.chaos.campaign", str(work)]
     mounted = command_with_small_disk(disk, [*command, str(disk), str(seed)])
-    output = subprocess.DEVNULL if quiet else None
+    output = (sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL) if quiet else None  # it says what it does
     ended = subprocess.run(mounted or [*command, "", str(seed)], stdout=output, check=False)  # noqa: S603
     report = work / "report.json"
     if ended.returncode != 0 or not report.exists():

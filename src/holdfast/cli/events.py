@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.output import Json, failing_clearly, print_json
+from holdfast.cli.output import Json, RunDirectory, failing_clearly, print_json
 from holdfast.core.text import as_json_value, moment, sanitise
 from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordings
 from holdfast.recorder.run_files import folder_of_first_host
@@ -17,9 +16,7 @@ _MOST_CHARACTERS = 400  # of one fact, for people
 
 
 def run(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of `holdfast run`, or one given to Guard.")
-    ],
+    run_dir: RunDirectory,
     kind: Annotated[
         list[str] | None, typer.Option("--kind", metavar="KIND", help="Only events of this kind; may be repeated.")
     ] = None,

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from holdfast.cli.output import Json, console, failing_clearly, print_json
+from holdfast.cli.output import Json, console, failing_clearly, paged, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
 from holdfast.explain.rules import catalogue, find_rule
+from holdfast.explain.runs.recordings import near_path
 from holdfast.explain.signatures import WELL
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.run_files import folder_of_first_host
@@ -29,11 +30,18 @@ _MOST_TO_DO = 160  # characters of the line that says what to do
 _LIKE_A_RULE = re.compile(r"[Hh]?\d[\w-]{0,8}|[Hh]\w{0,8}")
 
 
+def _rules(incomplete: str) -> list[tuple[str, str]]:
+    """Complete the id of a rule; paths the shell completes itself."""
+    rules = catalogue().values() if incomplete[:1] in ("H", "h") else ()
+    return [(rule.id, rule.title) for rule in rules if rule.id.startswith(incomplete.upper())]
+
+
 def run(
     what: Annotated[
         str | None,
         typer.Argument(
             metavar="[RULE|RUN|LOG]",
+            autocompletion=_rules,
             help="Id at the end of an error, such as H101; a run directory; a log file, or - for standard input. "
             "None lists all rules.",
         ),
@@ -85,8 +93,9 @@ def _list(*, as_json: bool) -> None:
     if as_json:
         print_json([asdict(rule) for rule in catalogue().values()])
         return
-    for rule in catalogue().values():
-        typer.echo(f"{rule.id}  {rule.title}")
+    with paged() as out:
+        for rule in catalogue().values():
+            out.print(f"{rule.id}  {rule.title}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_rule(rule_id: str, *, as_json: bool) -> None:
@@ -96,7 +105,8 @@ def _print_rule(rule_id: str, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(rule))
     else:
-        console().print(Markdown(f"# {rule.id}: {rule.title}\n\n{rule.text}"))
+        with paged() as out:
+            out.print(Markdown(f"# {rule.id}: {rule.title}\n\n{rule.text}"))
 
 
 def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
@@ -113,10 +123,13 @@ def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
     if path.exists():
         _refuse("a log", attempt=attempt)
         return judge(collect_log(path, status=status))
+    near = near_path(path)
     raise PolicyError(
         f"{what!r} is not there",
         limit="`holdfast explain` takes the id of a rule, a run directory or a log file",
-        fix="check the path; runs/last is the newest run of `holdfast run` in this directory.",
+        fix=f"did you mean {near}?"
+        if near
+        else "check the path; runs/last is the newest run of `holdfast run` here.",
         rule="H732",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import sys
 import textwrap
 import time
@@ -18,9 +19,10 @@ from rich.text import Text
 from holdfast.checkpoint.newest import nothing_verifies
 from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Entry, Store
-from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json, working
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.text import moment, sanitise, size
+from holdfast.explain.runs.recordings import open_recordings
 from holdfast.guard.directory import RunDirectory
 from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, last_line, plain
 
@@ -44,13 +46,18 @@ def checkpoints(
             if path is not None:
                 from holdfast.checkpoint import saver  # loads torch
 
-                if (newest := store.newest_good()) is None:
-                    raise nothing_verifies(store.directory, 0, "there is none")
-                saver.export(newest, path, averaged=averaged)
+                with working(f"writing {path}"):
+                    if (newest := store.newest_good()) is None:
+                        raise nothing_verifies(store.directory, 0, "there is none")
+                    saver.export(newest, path, averaged=averaged)
                 if not as_json:
                     what = "the averaged weights" if averaged else "the weights"
                     console().print(f"wrote {path}: {what} of {newest.path.name}", markup=False)
-        described = [_checkpoint_row(entry, verify=verify) for entry in entries]
+        described = []
+        with working("reading") as say:
+            for number, entry in enumerate(entries, 1):
+                say(f"reading checkpoint {number} of {len(entries)}: {entry.path.name}")
+                described.append(_checkpoint_row(entry, verify=verify))
         # A run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
         rows += [_checkpoint_row(entry, verify=False, status="damaged, moved aside") for entry in store.damaged()]
@@ -63,14 +70,17 @@ def checkpoints(
 
 
 def store_of(run_dir: Path) -> Store:
-    """Return the checkpoints of a run directory (H701 if it is none)."""
+    """Return the checkpoints of a run directory (H731 if it is no guard's)."""
     store = Store(run_dir / "checkpoints")
     if not store.directory.is_dir() and not (run_dir / "recorder").is_dir():
+        run = open_recordings(run_dir)
+        guards = run.guards([event for folder, _ in run.processes() for event in run.events(folder)])
+        there = " or ".join(sorted({shlex.quote(str(folder.parent.parent)) for folder in guards}))
         raise PolicyError(
-            f"{run_dir} is no run directory",
-            limit="it holds neither checkpoints nor a recording",
-            fix="pass the directory that was given to Guard.",
-            rule="H701",
+            f"{run_dir} is a directory of `holdfast run`, not of a Guard",
+            limit="checkpoints and quarantined samples lie in the directory that was given to Guard",
+            fix=f"pass {there}." if there else f"there was no Guard. `holdfast explain {run_dir}` says how it ended.",
+            rule="H731",
         )
     return store
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "demo": "demo:run", "checkpoints": "guard_directory:checkpoints", "quarantine": "guard_directory:quarantine",
 }  # fmt: skip
 """Of each command the module and the function."""
+_COMPLETING = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # in which a shell says what is typed so far
 _READER_GONE = 141  # see ``output``
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the command's name is the command's
 
@@ -31,9 +32,8 @@ def make_app(*only: str) -> typer.Typer:
         help="Keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.\n\n"
         "Exit codes: 0 done, 1 a check failed, 2 wrong use or an error; `run` passes on that of its command, and "
         "`explain` has one for each class of causes.",
-        no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     option = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version.")
 
@@ -89,18 +89,24 @@ def _leave_when_nobody_reads() -> None:
 def main() -> None:
     """Run the command line."""
     _leave_when_nobody_reads()
+    words = sys.argv[1:]
+    as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
     try:
-        if sys.argv[1:2] == ["run"]:
+        if words[:1] == ["run"]:
             from holdfast.cli.supervised import run_if_called_plainly
 
-            run_if_called_plainly(sys.argv[2:])
-        make_app(*[name for name in sys.argv[1:2] if name in COMMANDS])()
+            run_if_called_plainly(words[1:])
+        elif as_json:
+            from holdfast.cli import output
+
+            output.keep_stdout_for_json()
+        typed = next((os.environ[name].split()[1:] for name in _COMPLETING if name in os.environ), words)
+        status = make_app(*[name for name in typed[:1] if name in COMMANDS])(
+            words or ["--help"], standalone_mode=False
+        )
     except Exception as error:  # noqa: BLE001 - exit code 1 would be an answer
-        import traceback
+        from holdfast.cli.output import ERROR, print_error
 
-        from holdfast.cli.output import ERROR
-
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        print(f"error: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", file=sys.stderr)
-        print("This should have been a clear message: please report it.", file=sys.stderr)
-        sys.exit(ERROR)
+        print_error(error, as_json=as_json)
+        status = ERROR
+    sys.exit(status)

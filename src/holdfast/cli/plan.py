@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json, working
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import OutOfMemoryError, PolicyError
 from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device
@@ -91,7 +91,8 @@ def run(
             verify=verify,
         )
         _check_out(out, len(devices))
-        forecast = make_forecast(order, _progress(quiet=json))
+        with working("holdfast plan: tracing a step") as say:
+            forecast = make_forecast(order, lambda text: say(f"holdfast plan: {text}"))
         written = None if forecast.plans[0].best is None else out
         if written is not None:
             replace_file(written, as_yaml(forecast).encode())
@@ -134,18 +135,6 @@ def _read_margin(text: str | None) -> int | None:
 
 def _wrong(what: str, limit: str, fix: str) -> PolicyError:
     return PolicyError(what, limit=limit, fix=fix, rule="H421")
-
-
-def _progress(*, quiet: bool) -> Callable[[str], None]:
-    """Return what says what is being done, in lines, each once, unless `quiet`."""
-    said = set[str]()
-
-    def say(text: str) -> None:
-        if not quiet and text not in said:
-            said.add(text)
-            typer.echo(f"holdfast plan: {text}", err=True)
-
-    return say
 
 
 # --- how a forecast is printed: tables for people, JSON for machines, YAML for `Policy.from_yaml` -----------

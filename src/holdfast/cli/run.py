@@ -26,6 +26,9 @@ _Limits = Annotated[
 ]
 _Blind = Annotated[bool, typer.Option("--no-observe", help="Record nothing inside Python processes; nor watch them.")]
 _Grace = Annotated[float, typer.Option(min=0, help="From SIGINT or SIGTERM to SIGKILL. Schedulers leave 30 s.")]
+_Summary = Annotated[
+    bool, typer.Option("--json", help="Print a summary as JSON on stdout; what COMMAND prints goes to stderr.")
+]
 _LogBytes = Annotated[
     int, typer.Option(min=1 << 20, help="Size of output.log; of more, the head and the newest part are kept.")
 ]
@@ -43,14 +46,14 @@ def run(
     grace_seconds: _Grace = 25.0,
     max_log_bytes: _LogBytes = 256 << 20,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but what the command prints.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON, in the last line.")] = False,
+    as_json: _Summary = False,
 ) -> None:
     """Run a command, watch it, start it again when that can help, and say why it ended.
 
     Exit code: that of the command; 128 + the number of the signal that ended it. 127 or 126: it cannot be executed.
     2: wrong use.
     """
-    with failing_clearly(as_json=False):
+    with failing_clearly(as_json=as_json):
         limits = HangLimits.parse(hang_limit or [])
     budgets = Budgets(max_restarts=max_restarts, max_preemptions=max_preemptions, first_delay_seconds=restart_delay)
     supervise(

@@ -34,7 +34,11 @@ def supervise(
     command: list[str], run_dir: Path | None, *, quiet: bool = False, as_json: bool = False, **settings: Any
 ) -> NoReturn:
     """Run a command, print how it went, and exit as it did; `settings` are those of `Plan`."""
+    stdout = 1
     try:
+        if as_json:
+            stdout = os.dup(1)
+            os.dup2(2, 1)  # what the command prints
         plan = Plan(
             command=tuple(command), program=find_program(command), run=run_dir or choose_folder(command, time.time()),
             shared=run_dir is not None, **settings,
@@ -42,13 +46,16 @@ def supervise(
         supervisor = Supervisor(plan, quiet=quiet)
         outcome = supervisor.run()
     except (HoldfastError, OSError) as error:
-        print(str(error) if isinstance(error, HoldfastError) else f"error: {error}", file=sys.stderr)
+        from holdfast.cli.output import print_error
+
+        os.dup2(stdout, 1)
+        print_error(error, as_json=as_json)
         sys.exit(error.status if isinstance(error, CommandError) else 2)
     if not quiet:
         supervisor.begin_line(2)
         _print_end(outcome)
     if as_json:
-        supervisor.begin_line(1)
+        os.dup2(stdout, 1)
         _echo(json.dumps(_summary(outcome)), 1)
     sys.exit(outcome.status)
 

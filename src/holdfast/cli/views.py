@@ -4,43 +4,83 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import select
 import signal
+import sys
+import termios
 import threading
 import time
+import tty
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
+from holdfast.cli.output import CHECK_FAILED, Json, RunDirectory, console, failing_clearly, print_json, working
 from holdfast.core.clock import SystemClock
 from holdfast.core.durable import replace_file
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, RunDirectoryError
+from holdfast.core.text import as_json_value
 
-_Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/last.")]
+if TYPE_CHECKING:
+    from holdfast.report.watching import Runs, Watched
 
 
 def watch(
-    run_dir: _Run,
+    run_dir: RunDirectory,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Show what every process of a run does right now, until the run ends; in a file or a pipe, one picture."""
-    from holdfast.report.live import draw, follow  # here: `holdfast run` starts without them
-    from holdfast.report.sources import check_run
-    from holdfast.report.watching import Watched
+    """Show what every process of a run does right now, until the run ends; in a file or a pipe, one picture.
 
-    with failing_clearly(as_json=False):
-        watched = Watched(check_run(run_dir), SystemClock())
+    Of a directory of runs, such as runs/, one line for each run. Any key shows more of one thing, q quits.
+    """
+    from holdfast.report.live import draw, follow  # here: `holdfast run` starts without them
+
+    with failing_clearly(as_json=as_json):
+        watched = _watched(run_dir)
         screen = console()
-        if once or not screen.is_terminal:
+        if as_json:
+            seen = watched.look()
+            print_json(as_json_value([each.as_json() for each in (seen if isinstance(seen, tuple) else [seen])]))
+        elif once or not screen.is_terminal:
             screen.print(draw(watched.look(), screen.width))
         else:
-            with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave
-                follow(watched, screen, time.sleep)
+            with contextlib.suppress(KeyboardInterrupt), _keys() as wait:
+                follow(watched, screen, wait)
+
+
+def _watched(path: Path) -> Watched | Runs:
+    """Return one run to watch, or all that are in a directory."""
+    from holdfast.report.sources import check_run, runs_in
+    from holdfast.report.watching import Runs, Watched
+
+    try:
+        return Watched(check_run(path), SystemClock())
+    except RunDirectoryError:
+        if path.is_dir() and runs_in(path):
+            return Runs(path, SystemClock())
+        raise
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], object]]:
+    """Yield what waits so many seconds for a key, and returns it if there was one."""
+    if not sys.stdin.isatty():
+        yield time.sleep
+        return
+    before = termios.tcgetattr(0)
+    try:
+        tty.setcbreak(0)
+        yield lambda seconds: os.read(0, 64).decode("latin-1") if select.select([0], [], [], seconds)[0] else ""
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 def report(
-    run_dir: _Run,
+    run_dir: RunDirectory,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The page; else report.html in RUN.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -50,9 +90,10 @@ def report(
         from holdfast.report.page import render
         from holdfast.report.sources import check_run
 
-        picture = gather(check_run(run_dir))
+        with working("reading the run"):
+            picture = gather(check_run(run_dir))
+            data = render(picture).encode()
         page = (out or picture.path / "report.html").absolute()
-        data = render(picture).encode()
         try:
             replace_file(page, data)
         except OSError as error:
@@ -70,7 +111,7 @@ def report(
 
 
 def metrics(
-    run_dir: _Run,
+    run_dir: RunDirectory,
     tensorboard: Annotated[str | None, typer.Option(metavar="DIR", help="Event files.")] = None,
     jsonl: Annotated[str | None, typer.Option(metavar="FILE|-", help="Lines of JSON, appended.")] = None,
     wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Weights & Biases.")] = None,

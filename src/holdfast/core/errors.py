@@ -44,13 +44,25 @@ class HoldfastError(Exception):
         return _rebuild, (type(self), self.what, self.limit, self.fix, self.rule)
 
 
-def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
-    """Return the fix for a name that is not known: the nearest of those that are, `otherwise` where none is alike."""
-    lower = {each.lower(): each for each in known}
+_ALIKE = str.maketrans("oil|sbz", "0111582")
+
+
+def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | None:
+    """Return the known name that is most like another one, letters and figures that look alike taken for the same.
+
+    `least` is how alike it must be at least: 1 for the same, 0 for nothing in common.
+    """
     import difflib  # every process that is observed imports this module
 
-    near = difflib.get_close_matches(str(name).lower(), lower, n=1)
-    return f"did you mean {lower[near[0]]!r}?" if near else otherwise
+    folded = {each.lower().translate(_ALIKE): each for each in known}
+    near = difflib.get_close_matches(str(name).lower().translate(_ALIKE), folded, n=1, cutoff=least)
+    return folded[near[0]] if near else None
+
+
+def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
+    """Return the fix for a name that is not known: the nearest of those that are, `otherwise` where none is alike."""
+    near = nearest(name, known)
+    return otherwise if near is None else f"did you mean {near!r}?"
 
 
 def _rebuild(kind: type[HoldfastError], what: str, limit: str, fix: str, rule: str) -> HoldfastError:

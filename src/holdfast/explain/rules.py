@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from importlib import resources
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, nearest
 from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures
 
@@ -75,10 +75,11 @@ def find_rule(rule_id: str) -> Rule:
     rules = catalogue()
     found = rules.get(rule_id.upper())
     if found is None:
+        near = nearest(rule_id, rules, least=0.85)  # of four characters one that is missing, and none that differs
         raise PolicyError(
             f"{rule_id!r} is not a rule",
             limit=f"there are {len(rules)} rules",
-            fix="`holdfast explain` without an id lists all rules.",
+            fix=f"did you mean {near!r}?" if near else "`holdfast explain` without an id lists all rules.",
             rule="H702",
         )
     return found

@@ -197,8 +197,8 @@ class Cursor:
         self.left_in_batch |= self._fetching
         self._fetching = self._under_way = False
 
-    def end_epoch(self, *, needs_steps: bool, stepped: bool) -> None:
-        """Go to the beginning of the next epoch."""
+    def end_epoch(self, *, needs_steps: bool, stepped: bool) -> tuple[int, int | None]:
+        """Go to the beginning of the next epoch; return how many batches that was, of how many samples if known."""
         if self.batches == 0:
             raise LoaderError(
                 "the loader gave no batch in a whole epoch",
@@ -214,8 +214,11 @@ class Cursor:
                 fix="call guard.step(batch, loss_fn) in the loop, or pass max_epochs.",
                 rule="H602",
             )
+        size = getattr(self._loader, "batch_size", None)
+        facts = self.batches, size if isinstance(size, int) else None
         self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
         self._under_way = False
+        return facts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: batches that are fetched but not trained do not count."""

@@ -7,7 +7,8 @@ clear or move anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -16,12 +17,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.core.events.event import Event
 from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.recorder.progress import Phase
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
 from holdfast.report.severity import severity
+from holdfast.report.sources import EventSeen
 from holdfast.report.verdicts import how_sure, tone
-from holdfast.report.watching import Watched
+from holdfast.report.watching import Runs, Watched
+
+Seen = RunSnapshot | tuple[RunSnapshot, ...]
+"""One run, or several."""
+PANELS = ("all", "processes", "training", "events")
 
 REFRESH_SECONDS = 0.5
 _MOST_PROCESSES = 16
@@ -36,80 +43,79 @@ _PHASE_STYLES = {
     Phase.SAVING: "blue",
 }
 _STYLES = {"error": "red", "warning": "yellow", "info": ""}
+_STATE_STYLES = {"running": "green", "ended": "bold", "waits to restart": "yellow"}
+_SENTENCES = ("rule", "sentence", "what", "limit", "why", "reason", "error", "fix")  # of an event, in this order
 
 
-def follow(watched: Watched, console: Console, wait: Callable[[float], object]) -> RunSnapshot:
-    """Show a run in a terminal until it ends or the user interrupts it, twice a second; return the last snapshot."""
-    run = watched.look()
-    with Live(draw(run, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while run.state != "ended":
-            wait(REFRESH_SECONDS)
-            run = watched.look()
-            live.update(draw(run, console.width), refresh=True)
-    return run
+def follow(watched: Watched | Runs, console: Console, wait: Callable[[float], object]) -> Seen:
+    """Show runs in a terminal, twice a second, until they end; return the last picture.
+
+    `wait` may return a key: "q" leaves, and any other goes on to the next of `PANELS`.
+    """
+    seen, panel = watched.look(), 0
+    first = draw(seen, console.width, PANELS[0])
+    with Live(first, console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while any(run.state != "ended" for run in (seen if isinstance(seen, tuple) else [seen])):
+            key = wait(REFRESH_SECONDS)
+            if key == "q":
+                break
+            panel += bool(key)
+            seen = watched.look()
+            live.update(draw(seen, console.width, PANELS[panel % len(PANELS)]), refresh=True)
+    return seen
 
 
-def draw(run: RunSnapshot, width: int) -> RenderableType:
-    """Return the picture of a run, for a terminal of so many columns."""
+def draw(run: Seen, width: int, panel: str = "") -> RenderableType:
+    """Return the picture of a run, or of several, for a terminal of so many columns; or one of `PANELS` with keys."""
+    if isinstance(run, tuple):
+        return _table(run, _RUNS)
     present = [each for each in run.processes if each.alive is not False or each.role in ("trainer", "guard")]
     processes = present or run.processes  # workers of epochs that are over are many
-    shown = processes[:_MOST_PROCESSES]
-    parts: list[RenderableType] = [_head(run)]
-    if shown:
-        parts.append(_standings(shown))
-        rows = [row for process in shown for row in process.optimizers or (process,)]
-        trained = [row for row in rows if row.losses or row.host_bytes]
-        if trained:
-            parts.append(_training(trained, width))
-    else:
+    shown = processes[: None if panel in PANELS[1:] else _MOST_PROCESSES]
+    parts: list[RenderableType] = [_head(run, panel)]
+    if shown and panel in ("", "all", "processes"):
+        parts.append(_table(shown, _STANDINGS))
+    rows = [row for process in shown for row in process.optimizers or (process,)]
+    if panel in ("", "all", "training") and (trained := [row for row in rows if row.losses or row.host_bytes]):
+        parts.append(_table(trained, _training(trained, width)))
+    if not shown:
         parts.append(Text("no Python process was seen yet", style="dim"))
     if len(processes) > len(shown):
         parts.append(Text(f"and {len(processes) - len(shown)} more processes", style="dim"))
-    if run.events:
-        parts.append(_events(run))
+    if run.events and panel in ("", "all", "events"):
+        parts.append(_table(run.events[::-1] if panel == "events" else run.events[-_MOST_EVENTS:], _EVENTS))
     if run.verdict is not None:
         parts.append(_verdict(run))
     parts += [Text(f"note: {sanitise(problem, most=200)}", style="yellow") for problem in run.problems[:3]]
     return Group(*parts)
 
 
-def _head(run: RunSnapshot) -> Panel:
-    style = {"running": "green", "ended": "bold", "waits to restart": "yellow"}[run.state]
+def _head(run: RunSnapshot, panel: str) -> Panel:
+    style = _STATE_STYLES[run.state]
     attempts = "1 attempt" if run.attempt == 0 else f"{run.attempt + 1} attempts"
     line = Text.assemble((run.state, style), f", {attempts}")
     if run.began is not None and run.state == "ended" and run.newest is not None:
         line.append(f", after {duration(max(0.0, run.newest - run.began))}")
     elif run.began is not None:
         line.append(f", since {duration(max(0.0, run.now - run.began))}")
-    lines = [line]
+    lines = [line, *([Text(run.outlook)] if run.outlook else [])]
     if run.command:
         lines.insert(0, Text(sanitise(run.command, most=300), no_wrap=True, overflow="ellipsis"))
     title = Text(sanitise(run.path.name, most=60))
-    return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED)
+    keys = f"showing {panel}; a key shows more, q quits" if panel else None
+    return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED, subtitle=keys)
 
 
-def _table(*columns: str) -> Table:
+def _table(rows: Sequence[Any], columns: Mapping[str, Callable[[Any], Text]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
         numeric = name in {"since", "step", "steps/s", "wait", "loss", "grad norm", "lr", "host", "device"}
         table.add_column(
             name, justify="right" if numeric else "left", no_wrap=True, overflow="ellipsis",
-            ratio=1 if name in {"process", "what"} else None,
+            ratio=1 if name in {"process", "run", "what"} else None,
         )  # fmt: skip
-    return table
-
-
-def _standings(processes: Sequence[ProcessSnapshot]) -> Table:
-    table = _table("process", "phase", "since", "step", "steps/s", "wait")
-    for process in processes:
-        table.add_row(
-            Text(sanitise(process.label, most=40)),
-            _phase(process),
-            Text("" if process.since_seconds is None else duration(process.since_seconds)),
-            Text(f"{process.step:,}" if process.step else ""),
-            Text("" if math.isnan(process.steps_per_second) else f"{process.steps_per_second:.3g}"),
-            Text("" if math.isnan(process.wait_share) else f"{process.wait_share:.0%}"),
-        )
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
     return table
 
 
@@ -125,43 +131,65 @@ def _phase(process: ProcessSnapshot) -> Text:
     return Text(name, style=_PHASE_STYLES.get(phase, ""))
 
 
-def _training(processes: Sequence[ProcessSnapshot], width: int) -> Table:
-    table = _table("process", "loss", "lately", "grad norm", "lr", "host", "device")
+def _training(trained: Sequence[ProcessSnapshot], width: int) -> dict[str, Callable[[ProcessSnapshot], Text]]:
     bars = 30 if width >= _WIDE else 10
-    devices = any(process.device_bytes for process in processes)
-    if not devices:
-        table.columns.pop()
-    for process in processes:
-        loss = process.loss
-        cells = [
-            Text(sanitise(process.label, most=40)),
-            _value(loss, 4),
-            Text("" if loss is None else sparkline(process.losses, bars), style="cyan"),
-            _value(process.grad_norm, 3),
-            _value(process.learning_rate, 3),
-            _memory(process.host_bytes),
-        ]
-        if devices:
-            cells.append(_memory(process.device_bytes))
-        table.add_row(*cells)
-    return table
+    columns: dict[str, Callable[[ProcessSnapshot], Text]] = {
+        "process": _STANDINGS["process"],
+        "loss": lambda each: _value(each.loss, 4),
+        "lately": lambda each: Text("" if each.loss is None else sparkline(each.losses, bars), style="cyan"),
+        "grad norm": lambda each: _value(each.grad_norm, 3),
+        "lr": lambda each: _value(each.learning_rate, 3),
+        "host": lambda each: _known(each.host_bytes, size),
+    }
+    if any(each.device_bytes for each in trained):
+        columns["device"] = lambda each: _known(each.device_bytes, size)
+    return columns
 
 
-def _memory(count: int) -> Text:
-    return Text(size(count) if count else "")
+def in_words(event: Event) -> str:
+    """Return the facts of an event as people say them; those that hold nothing are left out."""
+    facts = {name: value for name, value in event.data.items() if value not in (None, "", [], {})}
+    said = [str(facts.pop(name)) for name in _SENTENCES if name in facts]
+    for name, value in facts.items():
+        words = name.replace("_", " ")
+        if type(value) in (int, float) and abs(value) < 1e15:
+            kind = name.rpartition("_")[2]
+            plain = f"{value:.6g}" if isinstance(value, float) else f"{value:,}"
+            value = duration(value) if kind == "seconds" else size(value) if kind == "bytes" else plain
+            words = words.removesuffix("seconds").removesuffix("bytes").strip() or "in"
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value[:12]))
+        said.append(f"{words} {value}"[:300])
+    return "; ".join(said[:12])
 
 
-def _events(run: RunSnapshot) -> Table:
-    table = _table("UTC", "by", "event", "what")
-    for seen in run.events[-_MOST_EVENTS:]:
-        facts = ", ".join(f"{key}={value!r}"[:200] for key, value in list(seen.event.data.items())[:12])
-        table.add_row(
-            Text(moment(seen.event.unix_seconds, "%H:%M:%S")),
-            Text(sanitise(seen.source, most=20)),
-            Text(sanitise(seen.event.kind, most=24), style=_STYLES[severity(seen.event)]),
-            Text(sanitise(facts, most=300), no_wrap=True, overflow="ellipsis"),
-        )
-    return table
+def _known(value: float | None, form: Callable[[float], str]) -> Text:
+    return Text(form(value) if value is not None and value == value and value else "")
+
+
+_STANDINGS: dict[str, Callable[[ProcessSnapshot], Text]] = {
+    "process": lambda each: Text(sanitise(each.label, most=40)),
+    "phase": _phase,
+    "since": lambda each: Text("" if each.since_seconds is None else duration(each.since_seconds)),
+    "step": lambda each: _known(each.step, "{:,}".format),
+    "steps/s": lambda each: _known(each.steps_per_second, "{:.3g}".format),
+    "wait": lambda each: Text("" if math.isnan(each.wait_share) else f"{each.wait_share:.0%}"),
+}
+_EVENTS: dict[str, Callable[[EventSeen], Text]] = {
+    "UTC": lambda seen: Text(moment(seen.event.unix_seconds, "%H:%M:%S")),
+    "by": lambda seen: Text(sanitise(seen.source, most=20)),
+    "event": lambda seen: Text(sanitise(seen.event.kind, most=24), _STYLES[severity(seen.event)]),
+    "what": lambda seen: Text(sanitise(in_words(seen.event), most=300), no_wrap=True, overflow="ellipsis"),
+}
+_RUNS: dict[str, Callable[[RunSnapshot], Text]] = {
+    "run": lambda run: Text(sanitise(run.path.name, most=60)),
+    "state": lambda run: Text(run.state, style=_STATE_STYLES[run.state]),
+    "phase": lambda run: _phase(run.processes[0]) if run.processes and run.state != "ended" else Text(),
+    "began (UTC)": lambda run: Text("" if run.began is None else moment(run.began)),
+    "step": lambda run: _known(max((each.step for each in run.processes), default=0), "{:,}".format),
+    "loss": lambda run: _value(next((each.loss for each in run.processes if each.loss is not None), None), 4),
+    "what": lambda run: Text(sanitise(run.verdict.title if run.verdict else run.outlook or run.command, most=200)),
+}
 
 
 def _verdict(run: RunSnapshot) -> Panel:

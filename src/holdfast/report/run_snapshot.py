@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,8 +86,9 @@ class RunSnapshot:
 
     `processes`: the page's by their start, `watch`'s of the newest attempt with trainers first. `events`, oldest
     first: of a frequent kind the page has the first and the last (`left_out_events` counts the others), `watch` the
-    newest. `news`: what each source has recorded since the look before. `stacks`: name and text. `problems`: what
-    could not be read, one sentence each. `now` and `newest` (what was recorded last) are Unix times.
+    newest. `outlook`, of `watch` only: how far it is. `news`: what each source has recorded since the look before.
+    `stacks`: name and text. `problems`: what could not be read, one sentence each. `now` and `newest` (what was
+    recorded last) are Unix times.
     """
 
     path: Path
@@ -100,6 +101,7 @@ class RunSnapshot:
     events: tuple[EventSeen, ...] = ()
     left_out_events: Mapping[str, int] = field(default_factory=dict)
     verdict: Verdict | None = None
+    outlook: str = ""
     news: tuple[News, ...] = ()
     lanes: tuple[Lane, ...] = ()
     checkpoints: tuple[CheckpointSeen, ...] = ()
@@ -107,6 +109,12 @@ class RunSnapshot:
     stacks: tuple[tuple[str, str], ...] = ()
     output: str = ""
     problems: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `watch` shows, for machines."""
+        facts = {name: getattr(self, name) for name in ("state", "attempt", "command", "began", "outlook")}
+        facts["processes"] = [{**asdict(each), "phase": each.phase and each.phase.name} for each in self.processes]
+        return {"run": str(self.path), **facts, "verdict": self.verdict and self.verdict.as_json()}
 
     @property
     def command(self) -> str:

@@ -6,12 +6,13 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.event import Event
+from holdfast.explain.runs.recordings import no_recording, unreadable
 from holdfast.recorder.run_files import (
     PROCESSES_FOLDER,
     SUPERVISED_FILE,
@@ -48,17 +49,30 @@ class EventSeen:
 
 
 def check_run(run: Path) -> Path:
-    """Return the directory with links resolved (H741 if nothing was recorded there, OSError without rights)."""
+    """Return the directory with links resolved (H731 if nothing was recorded there, H733 if it cannot be read)."""
     run = folder_of_first_host(run)
-    names = {path.name for path in run.iterdir()} if run.is_dir() else set()
-    if not names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}:
-        raise RunDirectoryError(
-            f"{run} is no run directory",
-            limit="it holds neither a recording nor checkpoints",
-            fix="pass the directory that `holdfast run` printed, runs/last, or the one that was given to Guard.",
-            rule="H741",
-        )
-    return run.resolve()
+    try:
+        if is_run(run):
+            return run.resolve()
+    except OSError as error:
+        raise unreadable(run, error) from error
+    raise no_recording(run)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether something was recorded in a directory; OSError if it cannot be read."""
+    names = {each.name for each in path.iterdir()}
+    return bool(names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER})
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a directory, the newest first; what cannot be read is left out."""
+    found = []
+    for each in folder.iterdir():
+        with suppress(OSError):
+            if not each.is_symlink() and is_run(each):
+                found.append((each.stat().st_mtime, each))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def find_sources(run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None = None) -> list[Source]:

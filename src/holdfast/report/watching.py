@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.lock import is_locked
+from holdfast.core.text import duration
 from holdfast.recorder.progress import Standing, StepSample, read_board
 from holdfast.recorder.run_files import (
     BOARD_FILE,
@@ -28,12 +29,13 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.report.run_follower import News, RunFollower
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State
-from holdfast.report.sources import EventSeen, Source, ran_here, read_json
+from holdfast.report.sources import EventSeen, Source, ran_here, read_json, runs_in
 from holdfast.report.verdicts import verdict_from
 
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
 _RATE_SAMPLES = 50
+_MOST_RUNS = 40
 LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
 # A run has ended when nobody holds its lock, its processes are gone and it says nothing any more for this long.
 _SILENT_SECONDS = 5.0
@@ -48,6 +50,7 @@ class Watched:
         self._follower = RunFollower(run)
         self._history: dict[Path, deque[StepSample]] = {}
         self._events: deque[EventSeen] = deque(maxlen=_KEPT_EVENTS)
+        self._loops: dict[Path, dict[str, int]] = {}
         self._supervisor_said = ""
         self._attempt = 0
         # On the monotonic clock: when this began to look, and when the run last gave a sign of life.
@@ -80,9 +83,20 @@ class Watched:
         return RunSnapshot(
             path=self._run, supervised=supervised, state=state, attempt=self._attempt,
             now=self._clock.unix_seconds(), newest=self._newest or None, processes=tuple(processes),
-            events=tuple(self._events), verdict=verdict_from(verdict) if verdict else None, news=tuple(news),
+            events=tuple(self._events), verdict=verdict_from(verdict) if verdict else None,
+            outlook=self._outlook() if state != "ended" else "", news=tuple(news),
             problems=(*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])),
         )  # fmt: skip
+
+    def _outlook(self) -> str:
+        for folder, facts in self._loops.items():
+            marks = [each for each in self._history.get(folder, ()) if each.unix_seconds >= facts["since"]]
+            newest = marks[-_RATE_SAMPLES:]  # by the clock: what a guard calls the duration of a step has no waiting
+            seconds = self._clock.unix_seconds() - newest[0].unix_seconds if newest else 0.0
+            rate = (newest[-1].step - newest[0].step) / seconds if seconds > 0 else 0.0
+            return _outlook(facts, newest[-1].step if newest else facts["at"], rate)
+        unknown = "epoch, total, time left and samples/s are not known: no Guard records them"
+        return unknown if any(self._history.values()) else ""
 
     def _take_in(self, all_news: Sequence[News]) -> None:
         arrived: list[EventSeen] = []
@@ -91,6 +105,11 @@ class Watched:
             self._last_sign = max(self._last_sign, self._recorded_at(news))
             self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(news.samples)
             for event in news.events:
+                if event.kind in ("loop", "epoch_ended"):
+                    facts = {name: value for name, value in event.data.items() if type(value) is int and value >= 0}
+                    before = self._loops.get(source.directory, {}) if event.kind == "epoch_ended" else {}
+                    since = before.get("since", int(event.unix_seconds))
+                    self._loops[source.directory] = {**before, **facts, "at": event.global_step, "since": since}
                 arrived.append(EventSeen(source=source.label, event=event))
                 attempt = event.data.get("attempt")
                 if source.kind == "supervisor":
@@ -170,6 +189,41 @@ class Watched:
         silent = self._clock.monotonic_seconds() - last
         known = bool(processes or self._supervisor_said)
         return "ended" if known and silent >= _SILENT_SECONDS else "running"
+
+
+class Runs:
+    """Look again and again at the newest runs in a directory."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self._folder, self._clock = folder, clock
+        self._watched: dict[Path, Watched] = {}
+        self._seen: dict[Path, RunSnapshot] = {}
+
+    def look(self) -> tuple[RunSnapshot, ...]:
+        """Return the runs: first those that live, then those that have ended, each the newest first."""
+        for path in (found := runs_in(self._folder)[:_MOST_RUNS]):
+            over = path in self._seen and path not in self._watched
+            if not over or is_locked(path / SUPERVISOR_FOLDER / LOCK_FILE):
+                watched = self._watched.setdefault(path, Watched(path, self._clock))
+                self._seen[path] = watched.look()
+                if self._seen[path].state == "ended":
+                    del self._watched[path]  # with all that it has read
+        return tuple(sorted((self._seen[path] for path in found), key=lambda run: run.state == "ended"))
+
+
+def _outlook(facts: Mapping[str, int], step: int, rate: float) -> str:
+    """Say how far a guard's loop is, from its events; what they do not say is said to be unknown."""
+    length, epochs, begun = facts.get("steps", 0), facts.get("max_epochs"), facts.get("epochs", facts.get("epoch", 0))
+    ends = [facts["max_steps"]] if "max_steps" in facts else []
+    ends += [facts["at"] + (epochs - begun) * length] if epochs is not None and length else []
+    epoch = begun + 1 + (max(0, step - facts["at"]) // length if length else 0)
+    words = [f"epoch {epoch}" if epochs is None else f"epoch {min(epoch, epochs)} of {epochs}"]
+    words.append(f"step {step:,} of " + (f"{min(ends):,}" if ends else "a total that is not known yet"))
+    if ends and rate > 0:
+        words.append(f"{duration(max(0, min(ends) - step) / rate)} left")
+    samples = facts.get("batches", 0) * facts.get("batch_size", 0) * rate / length if length else 0.0
+    words.append(f"{float(f'{samples:.3g}'):,g} samples/s" if samples else "samples/s not known")
+    return ", ".join(words)
 
 
 def _recent(history: Sequence[StepSample]) -> dict[str, Any]:

@@ -161,9 +161,9 @@ def test_wrong_use_changes_nothing(run_dir: Path, arguments: tuple[object, ...],
 
 
 def test_a_wrong_directory_and_a_damaged_ledger_are_told(tmp_path: Path) -> None:
-    """What is no run directory is H701 and is not made into one; a damaged ledger is H617."""
+    """What is not there is H733 and is not made; a damaged ledger is H617."""
     missing = as_json(tmp_path / "nowhere", "--release-all")
-    assert (missing["exit code"], missing["error"]["rule"]) == (2, "H701")
+    assert (missing["exit code"], missing["error"]["rule"]) == (2, "H733")
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / FILE_NAME).write_text('{"format": 1, "sam')
     damaged = as_json(tmp_path, "--release-all")

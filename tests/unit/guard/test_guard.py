@@ -157,6 +157,16 @@ def test_limits_count_over_all_restarts(tmp_path):
     assert guard.statistics().steps == 12
 
 
+def test_the_length_of_an_epoch_is_recorded_a_few_times(tmp_path):
+    """After whole epochs 1, 2, 4 and so on: what tells how long the run will take, and never fills the ring."""
+    guard, _ = train(tmp_path, "holdfast", epochs=5)
+    (loop,) = (event for event in guard.events() if event.kind == "loop")
+    assert (loop.data["max_epochs"], loop.data["max_steps"]) == (5, None)
+    ended = [event for event in guard.events() if event.kind == "epoch_ended"]
+    assert [(each.data["epochs"], each.global_step) for each in ended] == [(1, 6), (2, 12), (4, 24)]
+    assert [(each.data["steps"], each.data["batches"], each.data["batch_size"]) for each in ended] == [(6, 6, 4)] * 3
+
+
 def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_path):
     """A GAN's alternating steps equal the bare loop with detach and zero_grad, bit for bit."""
 

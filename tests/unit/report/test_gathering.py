@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -92,12 +93,12 @@ def test_processes_of_several_attempts_have_names_of_their_own(tmp_path):
 
 
 def test_an_empty_or_foreign_directory_is_refused_by_name(tmp_path):
-    """What holds no recording is an H741, also a file and a path that does not exist."""
+    """What holds no recording is an H731; a file, and a path that does not exist, is an H733."""
     (tmp_path / "file").write_text("x")
-    for path in (tmp_path, tmp_path / "file", tmp_path / "none"):
-        with pytest.raises(RunDirectoryError, match="is no run directory") as caught:
+    for path, rule in ((tmp_path, "H731"), (tmp_path / "file", "H733"), (tmp_path / "none", "H733")):
+        with pytest.raises(RunDirectoryError, match=re.escape(str(path))) as caught:
             check_run(path)
-        assert caught.value.rule == "H741"
+        assert caught.value.rule == rule
 
 
 def test_damaged_json_files_leave_the_rest(tmp_path):

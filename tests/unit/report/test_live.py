@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,10 @@ from tests.unit.report.made_runs import (
 from tests.unit.report.test_page import HOSTILE, hostile_run
 
 from holdfast.core.clock import SystemClock
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.progress import Phase, read_board
+from holdfast.recorder.reader import read_steps
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     PROCESSES_FOLDER,
@@ -44,8 +47,8 @@ from holdfast.recorder.run_files import (
     SUPERVISOR_FOLDER,
     VERDICT_FILE,
 )
-from holdfast.report.live import draw, follow
-from holdfast.report.watching import Watched
+from holdfast.report.live import draw, follow, in_words
+from holdfast.report.watching import Runs, Watched
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 
@@ -255,3 +258,67 @@ def test_a_run_whose_supervisor_died_lasted_until_its_newest_record(tmp_path):
         ring.unlink()
     text = drawn(Watched(run, Clock()), 120)
     assert "ended, 1 attempt, after 35 s" in text
+
+
+def loop(**facts: object) -> list[Event]:
+    return [
+        happened("loop", -BEGAN, 0, by="guard", resume_promise=None, epoch=0, batches=0, **facts),
+        happened("epoch_ended", 20.0, 200, epochs=1, steps=200, batches=100, batch_size=32),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "events", "expected"),
+    [
+        ({"max_epochs": 5}, 2, "epoch 2 of 5, step 300 of 1,000, 23 min 20 s left, 8 samples/s"),
+        ({"max_epochs": 5, "max_steps": 400}, 2, "epoch 2 of 5, step 300 of 400, 3 min 20 s left, 8 samples/s"),
+        ({"max_epochs": 5}, 1, "epoch 1 of 5, step 300 of a total that is not known yet, samples/s not known"),
+        ({"max_steps": 400}, 1, "epoch 1, step 300 of 400, 3 min 20 s left, samples/s not known"),
+    ],
+)
+def test_how_far_it_is_comes_from_what_the_guard_recorded(tmp_path, facts, events, expected):
+    """Epoch, total, time left (by the clock) and samples a second are shown where an epoch or a limit says them."""
+    box = BlackBox(tmp_path / "recorder" / "rank0")
+    for event in loop(**facts)[:events]:
+        box.event(event)
+    for step in range(1, 301):
+        box.step(StepMark.COMMITTED, global_step=step, micro_batch_size=16, loss=1.0, norm=1.0, seconds=0.1)
+    box.close()
+    clock = Clock(unix=read_steps(tmp_path / "recorder" / "rank0")[-50].unix_seconds + 98)  # for 49 steps
+    with locked(tmp_path / "lock"):
+        assert Watched(tmp_path, clock).look().outlook == expected
+
+
+def test_without_a_guard_what_is_not_known_is_not_guessed(tmp_path):
+    """An observed process says its steps and no more."""
+    add_process(tmp_path, [sample(5)], phase=Phase.OPTIMIZER, pid=os.getpid())
+    assert "are not known: no Guard" in drawn(Watched(tmp_path, Clock()), 120)
+
+
+def test_events_are_said_in_words():
+    """What holds nothing is left out; sizes and durations have units; a sentence comes first."""
+    data = {
+        "asked_by": None,
+        "seconds": 3.0,
+        "size_bytes": 2048,
+        "why": "it was asked to",
+        "steps": [1, 2],
+        "odd": inf,
+        "step": 12345678,
+    }
+    said = in_words(happened("saved", 0.0, **data))
+    assert said == "it was asked to; in 3.0 s; size 2 KiB; steps 1, 2; odd inf; step 12,345,678"
+
+
+def test_several_runs_are_one_line_each(tmp_path):
+    """Those that live come first; a key shows another panel and q leaves."""
+    make_run(tmp_path / "old")
+    add_process(tmp_path / "new", [sample(7)], phase=Phase.SAVING, pid=os.getpid())
+    screen = io.StringIO()
+    console = Console(file=screen, width=140, height=50, force_terminal=True)
+    seen = follow(Runs(tmp_path, Clock()), console, lambda _: "q")
+    assert [(run.path.name, run.state) for run in seen] == [("new", "running"), ("old", "ended")]
+    assert screen.getvalue().index("saving") < screen.getvalue().index("shapes")
+    keys = iter(["\t", "\t", "q"])
+    follow(Watched(tmp_path / "new", Clock()), console, lambda _: next(keys))
+    assert "showing training; a key shows more, q quits" in screen.getvalue()

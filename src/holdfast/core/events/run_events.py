@@ -32,6 +32,17 @@ class Loop(EventData):
     resume_promise: str | None = None
     epoch: int | None = None
     batches: int | None = None
+    max_epochs: int | None = None
+    max_steps: int | None = None
+
+
+class EpochEnded(EventData):
+    """So many epochs are over, the last of so many steps and batches. Recorded after 1, 2, 4, 8 ... whole ones."""
+
+    epochs: int
+    steps: int
+    batches: int
+    batch_size: int | None = None
 
 
 class Resumed(EventData):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.errors import HoldfastError, RunDirectoryError
+from holdfast.core.errors import HoldfastError, RunDirectoryError, nearest
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Standing, read_board
@@ -120,12 +120,26 @@ def open_recordings(run: Path) -> Recordings:
         return found
     if "recorder" in names and any(_ranks(run)):
         return Recordings(run=run, supervised=False)
-    raise RunDirectoryError(
+    raise no_recording(run)
+
+
+def no_recording(run: Path) -> RunDirectoryError:
+    """Return the error for a directory that is not one of a run."""
+    return RunDirectoryError(
         f"{run} holds no recording",
         limit="neither `holdfast run` nor a Guard has written to it",
-        fix="pass a directory made by `holdfast run` (such as runs/last), one given to Guard, or a log file.",
+        fix="pass a directory made by `holdfast run` (such as runs/last), or one given to Guard.",
         rule="H731",
     )
+
+
+def near_path(path: Path) -> Path | None:
+    """Return what is called almost as a path that is not there; None if nothing is, or if it is there."""
+    with suppress(OSError):
+        parent = path.parent if path.parent.is_dir() else near_path(path.parent)
+        name = nearest(path.name, [each.name for each in parent.iterdir()]) if parent and not path.exists() else None
+        return parent / name if parent and name else None
+    return None
 
 
 def _json_object(path: Path) -> dict[str, Any] | None:
@@ -139,10 +153,12 @@ def _json_object(path: Path) -> dict[str, Any] | None:
 def unreadable(path: Path, error: OSError) -> RunDirectoryError:
     """Return the error for a directory or a log that the system does not let us read."""
     is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+    near = near_path(path) if is_missing else None
+    fix = "check the path." if is_missing else "check its permissions, or run as the user who owns it."
     return RunDirectoryError(
         f"{path} cannot be read ({error.strerror or error})",
-        limit="an explanation needs what was recorded",
-        fix="check the path." if is_missing else "check its permissions, or run as the user who owns it.",
+        limit="this needs what was recorded",
+        fix=f"did you mean {near}?" if near else fix,
         rule="H733",
     )
 

@@ -39,6 +39,7 @@ class Loop:
         self._state = session.state
         self._postponed = False  # a save that is due waits
         self._reported_waiting = False
+        self._epochs = 0  # whole ones, of this loop
 
     def batches(
         self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
@@ -55,7 +56,12 @@ class Loop:
 
         self._stop.begin_anew()
         self._state.in_loop = True
-        self._record.emit(run_events.Loop(resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches))
+        begun = run_events.Loop(
+            resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches, max_epochs=max_epochs,
+            max_steps=max_steps,
+        )  # fmt: skip
+        self._record.emit(begun)
+        self._epochs = 0
         how: End = "failed"
         try:
             self._session.save_first()
@@ -99,7 +105,7 @@ class Loop:
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
         iterator = cursor.begin(self._session.random_state)
         self._session.random_state = None
-        before = self._progress()
+        before, is_whole, steps = self._progress(), cursor.batches == 0, self._record.global_step
         while True:
             try:
                 with self._stop:
@@ -121,7 +127,11 @@ class Loop:
                 return
         if (slow := self._ranks.end_epoch()) is not None:
             self._record.emit(slow)
-        cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
+        batches, size = cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
+        self._epochs += is_whole
+        if is_whole and self._epochs & (self._epochs - 1) == 0:  # a few, in a run of any length
+            steps, over = self._record.global_step - steps, cursor.epoch
+            self._record.emit(run_events.EpochEnded(epochs=over, steps=steps, batches=batches, batch_size=size))
         if self._session.policy.scheduler_interval == "epoch":
             parts = self._session.parts
             advance(parts.schedulers, parts.optimizers, list(parts.optimizers))
