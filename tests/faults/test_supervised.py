@@ -429,6 +429,31 @@ def test_the_same_death_at_the_same_step_is_the_last(supervise):
     assert "the same failure came twice at step 15" in err
 
 
+GUARDED_THRICE = """
+import os, signal, sys, torch, holdfast
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+guard = holdfast.Guard(
+    sys.argv[1], model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+    loader=holdfast.DataLoader(torch.randn(60, 4), batch_size=1), save_interval_steps=20, async_save=False,
+)
+made = 0
+for batch in guard.batches(max_epochs=1):
+    guard.step(batch, lambda values: model(values).square().mean())
+    made += 1
+    if made == 22:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_guarded_run_that_got_further_is_no_repetition(supervise, tmp_path):
+    """Each start dies after 22 steps of its own, and resumes where the one before had saved: it goes on to the end."""
+    run = supervise(command=[sys.executable, "-c", GUARDED_THRICE, str(tmp_path / "guard")])
+    code, _, err = run.end()
+    assert code == 0, err
+    assert len(run.events("attempt_started")) == 3
+
+
 def test_a_users_mistake_is_not_repeated(supervise):
     """An AttributeError ends the run after one attempt, with its exit code; the verdict names the line."""
     run = supervise(command=[sys.executable, str(TRAINING), json.dumps({"fail_at": 3})])

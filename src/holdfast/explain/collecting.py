@@ -142,12 +142,16 @@ class _Attempt:
         standings = {info.pid: self._recordings.standing(folder) for folder, info in self._processes}
         recorded = _by_time(event for events in events_of.values() for event in events)
         began, until = self._times()
+        guards = self._recordings.guards(recorded)
         of_guard = [
             event
-            for folder in self._recordings.guards(recorded)
+            for folder in guards
             for event in self._recordings.events(folder)
             if began <= event.unix_seconds < until
         ]
+        marks = [mark for folder in guards if (mark := self._recordings.newest_step(folder)) is not None]
+        # A guard counts over restarts, an observed process from its own start.
+        made = max((mark.global_step for mark in marks if began <= mark.unix_seconds < until), default=None)
         log = self._log()
         raised = [each for _, info in self._processes for each in of_exceptions(events_of[info.pid], info)]
         if any(each.kind == "attempt_ended" and each.data.get("status") == 0 for each in self._own):
@@ -163,7 +167,7 @@ class _Attempt:
             source=str(self._recordings.run),
             missing=tuple(self._missing(log, endings)),
             lost=self._lost(recorded, log),
-            extra=self._extra(log, standings, events_of, endings),
+            extra=self._extra(log, standings, events_of, endings) | ({} if made is None else {"steps": made}),
         )
 
     def _died(
