@@ -55,7 +55,7 @@ def trained(
 
 @pytest.mark.parametrize(
     ("name", "printed"),
-    [("accumulate.py", "32 updates, the last one of 40 samples"), ("compiled.py", "30 steps")],
+    [("accumulate.py", "update 32 of 40 samples"), ("compiled.py", "30 steps")],
 )
 def test_a_program_of_the_page_prints_what_it_says(name: str, printed: str, tmp_path: Path) -> None:
     """It runs as it stands, the compiled one with torch's own backend."""
