@@ -131,7 +131,6 @@ def test_the_commands_and_their_flags() -> None:
             "--precision",
             "--verify",
         ],
-        "calibrate": ["--index", "--json", "--out"],
         "quarantine": ["--evidence", "--json", "--release", "--release-all"],
     }
 
