@@ -55,7 +55,6 @@ SCRIPTS = (
     "evals.world",
     "gpu.step_overhead",
     "gpu.oom_recovery",
-    "gpu.device_prefetch",
     "gpu.forecast",
 )
 RESULTS = {

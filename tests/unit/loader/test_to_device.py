@@ -1,0 +1,128 @@
+"""``DataLoader(device=)`` without an accelerator: what is moved, and a device that is not there.
+
+Copies go to torch's "meta" device, which is real. What only a device can show is in ``tests/gpu/test_to_device.py``.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from holdfast.core.errors import LoaderError
+from holdfast.loader.loader import DataLoader
+
+
+def loader(samples: list[Any], device: Any) -> DataLoader:
+    """Return a loader that hands out these samples, each by itself, on a device."""
+    return DataLoader(samples, batch_size=None, collate_fn=lambda sample: sample, device=device)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    x: Any
+    name: str = "a"
+    length: int = dataclasses.field(init=False, default=3)
+
+    def __post_init__(self) -> None:
+        assert self.x.device.type == "cpu", "a copy is not checked anew"
+
+
+class Blocking:
+    """Has ``to``, as a graph of another library, and no way not to wait."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> Blocking:
+        return Blocking(self.x.to(device))
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """As Hugging Face's BatchEncoding: a UserDict that moves in place."""
+
+    def to(self, device: torch.device) -> Encoding:
+        raise AssertionError("moving in place would free what is being copied")
+
+
+@pytest.mark.parametrize("device", ["cpu", None, torch.device("cpu")])
+def test_on_a_cpu_batches_pass_as_they_are(device) -> None:
+    """On a CPU nothing is copied or wrapped: what the loader hands out is what the dataset has."""
+    given = [(torch.zeros(1), object()), "text"]
+    assert all(new is old for new, old in zip(loader(given, device), given, strict=True))
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
+def test_every_tensor_of_a_tree_is_moved_and_the_tree_keeps_its_shape(device) -> None:
+    """Containers keep their types, facts their identity, and what was given stays where it was."""
+    facts = [{"epoch": 3}, object()]
+    x = torch.zeros(2)
+    packed = pack_sequence([torch.zeros(2, 1), torch.zeros(1, 1)])
+    given = {
+        "dict": collections.OrderedDict(b=x, a=[x, "name", None]),
+        "tuple": (x, Pair(x, 1)),
+        "frozen": Frozen(x=x),
+        "packed": packed,
+        "objects": [Blocking(x)],
+        "encoding": Encoding(x=x),
+        "proxy": types.MappingProxyType({"x": x}),
+        "facts": facts,
+        "type": torch.Tensor,
+    }
+    (there,) = loader([given], device)
+    assert list(there) == list(given)
+    assert (type(there["dict"]), list(there["dict"])) == (collections.OrderedDict, ["b", "a"])
+    assert there["dict"]["a"][1:] == ["name", None]
+    assert (type(there["tuple"][1]), there["tuple"][1].y) == (Pair, 1)
+    assert (type(there["frozen"]), there["frozen"].length) == (Frozen, 3)
+    assert (type(there["packed"]), type(there["encoding"])) == (PackedSequence, Encoding)
+    assert there["facts"] is facts
+    assert there["type"] is torch.Tensor
+    moved = [there["dict"]["b"], there["dict"]["a"][0], there["tuple"][0], there["tuple"][1].x, there["frozen"].x]
+    moved += [there["packed"].data, there["objects"][0].x, there["encoding"]["x"], there["proxy"]["x"]]
+    assert {tensor.device.type for tensor in moved} == {"meta"}
+    assert {given["encoding"]["x"].device.type, packed.data.device.type, x.device.type} == {"cpu"}
+
+
+def test_an_error_is_raised_as_it_is_and_what_comes_after_it_too() -> None:
+    """An error in the place of a batch is no batch: it is raised, and the next batch is moved as every other."""
+
+    class Broken(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 1:
+                raise ValueError("sample 1")
+            return super().__getitem__(index)
+
+    samples = Broken(torch.zeros(2) for _ in range(3))
+    batches = iter(DataLoader(samples, batch_size=None, device="meta", quarantine=0))
+    assert next(batches).device.type == "meta"
+    with pytest.raises(ValueError, match="sample 1"):
+        next(batches)
+    assert next(batches).device.type == "meta"
+
+
+@pytest.mark.parametrize("device", ["nope", "xpu", "cuda:99", -1, 1.5])
+def test_a_device_that_is_not_there_is_told_before_a_batch_is_loaded(device: Any) -> None:
+    """A name that torch does not know and a device that this machine has not got are H607, with what was given."""
+    asked: list[int] = []
+
+    class Asked(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            asked.append(index)
+            return super().__getitem__(index)
+
+    with pytest.raises(LoaderError, match="device=") as caught:
+        next(iter(DataLoader(Asked(range(2)), device=device)))
+    assert caught.value.rule == "H607"
+    assert repr(device) in caught.value.what
+    assert not asked
