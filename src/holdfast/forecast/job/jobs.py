@@ -33,12 +33,12 @@ from holdfast.forecast.job.user_functions import (
     Watch,
     called_with_batch,
     is_hooked,
-    loss_of,
     own_autocasts,
 )
 from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.events import Assumption
 from holdfast.memory.recompute import find_repeated_blocks, recomputing
+from holdfast.numerics.loss import read_loss
 
 _AS_BUILT = "its tensors where they were built"
 _BATCH = "the batch on the device"
@@ -95,7 +95,10 @@ class Job:
         return self.sample is not None and not self._acts
 
     def settle(self, size: int) -> None:
-        """Make the first step, and find out what the function does and where tensors must lie (H412 to H414)."""
+        """Make the first step, and find out what the function does and where tensors must lie (H412 to H414).
+
+        A loss that `Guard` does not take is refused as there (H201 to H203).
+        """
         for placement in _PLACEMENTS:
             self._placement = placement
             try:
@@ -194,7 +197,7 @@ class Job:
                     returned = function(part)
                 if not (seen.acted or self._begun):
                     self._has_own_step = False  # a loss function, whatever it was called
-                    loss = loss_of(returned, self._place_of_function)
+                    loss = read_loss(returned, None).total()
                     share = loss if len(parts) == 1 else loss * (1 / len(parts))
                     self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
         if loss is not None and not seen.optimizers and all(p.grad is None and not is_hooked(p) for p in parameters):
