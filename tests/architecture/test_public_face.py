@@ -126,7 +126,6 @@ def test_the_commands_and_their_flags() -> None:
             "--global-batch-size",
             "--json",
             "--margin",
-            "--max-grad-norm",
             "--out",
             "--precision",
             "--verify",

@@ -57,7 +57,6 @@ Margin = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 10 % of the device."),
 ]
-MaxGradNorm = Annotated[float | None, typer.Option(min=0, help="If you clip gradients, at which norm.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")]
 
 
@@ -67,7 +66,6 @@ def run(
     global_batch_size: GlobalBatchSize = None,
     precision: Precisions = None,
     margin: Margin = None,
-    max_grad_norm: MaxGradNorm = None,
     out: Out = None,
     verify: Annotated[bool, typer.Option(help="Trace the recommended plan once more.")] = True,
     json: Json = False,
@@ -85,7 +83,6 @@ def run(
             precisions=_read_precisions(precision, devices),
             global_batch_size=global_batch_size,
             margin_bytes=_read_margin(margin),
-            max_grad_norm=max_grad_norm,
             verify=verify,
         )
         _check_out(out, len(devices))
@@ -303,7 +300,6 @@ def _command_of(order: Order) -> str:
     asked.append(f"--precision {','.join(order.precisions)}")
     asked += [] if order.global_batch_size is None else [f"--global-batch-size {order.global_batch_size}"]
     asked += [] if order.margin_bytes is None else [f"--margin {order.margin_bytes / 2**20:g}MiB"]
-    asked += [] if order.max_grad_norm is None else [f"--max-grad-norm {order.max_grad_norm:g}"]
     return " ".join(asked)
 
 

@@ -44,7 +44,6 @@ class Order:
         factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
         precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job has now.
         margin_bytes: What to keep free; None for a default by device.
-        max_grad_norm: Norm to which gradients are clipped; None: they are not.
     """
 
     factory: str
@@ -52,7 +51,6 @@ class Order:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     global_batch_size: int | None = None
     margin_bytes: int | None = None
-    max_grad_norm: float | None = None
     verify: bool = True
 
 
@@ -177,7 +175,6 @@ def _traced(order: Order, precision: str, say: Callable[[str], object], recomput
             precision=precision,
             sizes=tuple(times * size for size in FITTED_SIZES),
             recompute=recompute,
-            max_grad_norm=order.max_grad_norm,
         )
         result = trace_job(request, say)
         try:
@@ -283,7 +280,6 @@ def _verify(order: Order, row: Row, step: Step, question: Question) -> Verificat
             sizes=(row.micro_batch_size,),
             recompute=row.modules,
             gradient_accumulation_steps=count,
-            max_grad_norm=order.max_grad_norm,
         )
     )
     fits, live_bytes = check_trace(result.traces[0], question)
