@@ -51,6 +51,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "forecast_live": ("forecast",),
     "forecast_peers": ("forecast",),
     "full_disk": ("checkpoint", "guard/saving"),
+    "gpu_device_prefetch": ("loader/device_prefetch.py",),
     "gpu_forecast": ("forecast",),
     "gpu_oom_recovery": _STEP,
     "gpu_step_overhead": _STEP,

@@ -55,6 +55,7 @@ SCRIPTS = (
     "evals.world",
     "gpu.step_overhead",
     "gpu.oom_recovery",
+    "gpu.device_prefetch",
     "gpu.forecast",
 )
 RESULTS = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from holdfast.loader.arguments import (
     without_auto,
 )
 from holdfast.loader.auto_workers import WorkerProbe
+from holdfast.loader.device_prefetch import prefetched
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
 from holdfast.loader.order.ranks import ranks_now, steps_left
@@ -44,7 +46,6 @@ from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import note_handlers
 from holdfast.loader.streams.sharding import shards_itself
 from holdfast.loader.streams.stream import Beginning, StreamPlan, StreamPosition, StreamSource, keeps_state
-from holdfast.loader.to_device import find_device, moved
 from holdfast.loader.weak_calls import WeakCall
 from holdfast.loader.workers.board import Board
 from holdfast.loader.workers.fetch import Fetcher, as_error
@@ -143,8 +144,8 @@ class DataLoader(TorchDataLoader[Any]):
             items, and those of a dataset that asks for ranks, are divided among ranks only if you pass ``rank``.
         rank: Which rank this is; None: as ``torch.distributed`` says.
         world_size: Number of ranks; None: as ``torch.distributed`` says.
-        device: Where batches are copied to when they are asked for; best with ``pin_memory=True``, from which the
-            host does not wait for the copy. None leaves them on the host.
+        device: Where batches are copied to, one ahead of the loop on a stream of its own; best with
+            ``pin_memory=True``. None leaves them on the host.
         **kwargs: As torch. With ``num_workers="auto"`` the first batches are made with 0, 1, 2, 4 ... workers, for as
             long as the loop waits less by it, and the best number stays. ``timeout`` is how long the loop waits for a
             batch before workers are replaced; also without it a worker that is stuck is found, after a minute or
@@ -264,16 +265,17 @@ class DataLoader(TorchDataLoader[Any]):
         drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
         self._base_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
         source = self._stream_source() if self._plan is None else self._map_source()
-        target = find_device(self.device)
-        with contextlib.closing(self._batches(source, drawn)) as batches:
-            for batch, place in batches:
-                if place is not None:
+        places: deque[Place] = deque()
+        # Copies to a device run one batch ahead, so each batch's place is kept until it is handed out.
+        with contextlib.closing(prefetched(self._batches(source, places, drawn), self.device)) as batches:
+            for batch in batches:
+                if not isinstance(batch, _Failed):
                     # Another iterator of this loader, such as a look at a batch, may have moved on meanwhile.
                     if self._epoch != epoch or not self._under_way:
                         self._epoch, self._under_way = epoch, True
                     self.repeats = self._plan is not None and self._plan.repeats(epoch, self._at.position)
-                    self._at = place
-                yield batch if target is None or place is None else moved(batch, target)
+                    self._at = places.popleft()
+                yield batch
         self._move_to(epoch + 1)
 
     def _move_on(self) -> None:
@@ -304,8 +306,8 @@ class DataLoader(TorchDataLoader[Any]):
     def _sampler(self) -> Sampled | None:
         return None if self._plan is None else self._plan.sampler
 
-    def _batches(self, source: MapSource | StreamSource, drawn: Drawn | None) -> Generator[tuple[Any, Place | None]]:
-        """Yield batches, and where the epoch stands after each; None for an error in the place of one."""
+    def _batches(self, source: MapSource | StreamSource, places: deque[Place], drawn: Drawn | None) -> Generator[Any]:
+        """Yield batches, and put down where the epoch stands after each."""
         if self._plan is not None and self._at.position and not self._plan.steps(self._at.position):
             self._nothing_left()
         if self._unchecked:
@@ -317,16 +319,17 @@ class DataLoader(TorchDataLoader[Any]):
         with contextlib.closing(made):
             for count, (batch, report) in enumerate(made, start=self._at.position + 1):
                 if report.fatal is not None:
-                    yield _Failed(as_error(report.fatal, report)), None
+                    yield _Failed(as_error(report.fatal, report))
                     continue
                 if self._unchecked:  # once the size of a batch is known
                     self._check_machine(batch)
                     self._unchecked = False
                 self._draws |= report.draws
                 if isinstance(source, MapSource):
-                    yield batch, Place(source.position, report.indices, drawn=drawn)
+                    places.append(Place(source.position, report.indices, drawn=drawn))
                 else:
-                    yield batch, Place(count, None, dict(source.positions), source.turn)
+                    places.append(Place(count, None, dict(source.positions), source.turn))
+                yield batch
 
     def _nothing_left(self) -> None:
         """Warn of an iteration without batches, unless the host has said that it means this epoch."""
