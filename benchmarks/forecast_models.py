@@ -36,7 +36,7 @@ class Model:
         kind: By the kernels with scratch memory of their own: decides which accuracy is to be reached on a CPU.
         family: Decides which accuracy is to be reached on a GPU.
         micro_batch_size: Samples of the sample batch, and of the real step on a CPU.
-        max_grad_norm: To which gradients are clipped; None: they are not.
+        max_grad_norm: To which the real step clips gradients; None: it does not.
         own_step: It makes the whole step itself, in fp32.
     """
 
@@ -50,7 +50,7 @@ class Model:
 
     def request(self, **asked: Any) -> TraceRequest:
         """Return the request that has it traced."""
-        return TraceRequest(factory=f"{self.module}:{self.name}", max_grad_norm=self.max_grad_norm, **asked)
+        return TraceRequest(factory=f"{self.module}:{self.name}", **asked)
 
     @property
     def function(self) -> Callable[..., Parts]:

@@ -46,14 +46,13 @@ class MelFeatures:
             return {"error": str(error)}
 
 
-def compute_features(folder: SpeechFolder, path: Path, settings: MelSettings, *, rebuild: bool) -> FeatureCache:
+def compute_features(folder: SpeechFolder, path: Path, settings: MelSettings) -> FeatureCache:
     """Return the features of a folder from their file, computing what is not in it yet.
 
     Args:
         folder: The utterances.
         path: HDF5 file.
         settings: Of the spectrograms.
-        rebuild: Whether to throw away what is there.
 
     Raises:
         LoaderError: H620 if the file was made of something else, H621 to H625 if it cannot be had.
@@ -61,9 +60,7 @@ def compute_features(folder: SpeechFolder, path: Path, settings: MelSettings, *,
     workers = None if len(folder) >= _MANY else 0
     about = {"folder": folder.digest, **dataclasses.asdict(settings)}
     features = MelFeatures(settings=settings)
-    return FeatureCache.build(
-        folder, features, path, version=_VERSION, parameters=about, num_workers=workers, rebuild=rebuild
-    )
+    return FeatureCache.build(folder, features, path, version=_VERSION, parameters=about, num_workers=workers)
 
 
 class Utterances(Dataset[dict[str, Tensor]]):

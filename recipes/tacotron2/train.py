@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -189,7 +190,10 @@ def _utterances(options: TacotronOptions, settings: MelSettings) -> tuple[Uttera
         _check_batch(options, len(folder))
         file = options.features or options.run_dir / "features.h5"
         file.parent.mkdir(parents=True, exist_ok=True)
-        features = compute_features(folder, file, settings, rebuild=options.rebuild_features)
+        if options.rebuild_features:
+            file.unlink(missing_ok=True)
+            shutil.rmtree(f"{file}.building", ignore_errors=True)
+        features = compute_features(folder, file, settings)
         trained_on, held_out = divide(folder, features, options.held_out)
     except (HoldfastError, ValueError, OSError) as error:
         is_stale = isinstance(error, HoldfastError) and error.rule == "H620"

@@ -128,12 +128,10 @@ def test_the_commands_and_their_flags() -> None:
             "--global-batch-size",
             "--json",
             "--margin",
-            "--max-grad-norm",
             "--out",
             "--precision",
             "--verify",
         ],
-        "calibrate": ["--index", "--json", "--out"],
         "quarantine": ["--evidence", "--json", "--release", "--release-all"],
     }
 

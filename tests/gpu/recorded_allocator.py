@@ -15,23 +15,20 @@ import numpy as np
 from holdfast.forecast.allocator.caching import Block, CachingAllocator, OutOfDeviceMemoryError
 from holdfast.forecast.allocator.replay import round_sizes
 
-_SEGMENT_ACTIONS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap")
+_SEGMENT_ACTIONS = ("segment_alloc", "segment_free")
 
 
-def first_difference(snapshot: Mapping[str, Any], *, expandable: bool = False, cap_bytes: int | None = None) -> str:
+def first_difference(snapshot: Mapping[str, Any], *, cap_bytes: int | None = None) -> str:
     """Return where the segments that were asked for part from those of the simulator; empty if they nowhere do.
 
     Args:
         snapshot: Of ``torch.cuda.memory._snapshot()``.
-        expandable: Whether segments were expandable.
         cap_bytes: What the process was allowed.
     """
     entries = [entry for entry in snapshot["device_traces"][0] if entry["action"] != "free_requested"]
     assert len({entry["stream"] for entry in entries if "stream" in entry}) < 2, "the simulator has one stream"
     given = (entry["addr"] for entry in entries if entry["action"] == "segment_alloc")  # which of equals is taken
-    simulated = CachingAllocator(
-        expandable_segments=expandable, cap_bytes=cap_bytes, addresses=None if expandable else given
-    )
+    simulated = CachingAllocator(cap_bytes=cap_bytes, addresses=given)
     live: dict[int, Block] = {}
     wanted: list[tuple[str, int]] = []
     for entry in entries:
@@ -48,7 +45,7 @@ def first_difference(snapshot: Mapping[str, Any], *, expandable: bool = False, c
                 continue
             if entry["action"] == "oom":
                 return "torch ran out of memory only"
-            if not expandable and block.address != entry["addr"]:
+            if block.address != entry["addr"]:
                 return f"an allocation of {entry['size']} bytes lies elsewhere"
             live[entry["addr"]] = block
     for recorded, played in itertools.zip_longest(wanted, simulated.log):

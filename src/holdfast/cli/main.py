@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": "run:run", "watch": "views:watch", "explain": "explain:run", "report": "views:report",
-    "events": "events:run", "metrics": "views:metrics", "plan": "plan:run", "calibrate": "calibrate:run",
-    "demo": "demo:run", "checkpoints": "guard_directory:checkpoints", "quarantine": "guard_directory:quarantine",
+    "events": "events:run", "metrics": "views:metrics", "plan": "plan:run", "demo": "demo:run",
+    "checkpoints": "guard_directory:checkpoints", "quarantine": "guard_directory:quarantine",
 }  # fmt: skip
 """Of each command the module and the function."""
 _COMPLETING = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # in which a shell says what is typed so far

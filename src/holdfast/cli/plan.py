@@ -22,8 +22,8 @@ from holdfast.forecast.plan.planning import Row, with_relative_times
 from holdfast.forecast.trace.events import Assumption, shares_of
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
-_COLUMNS = ("precision", "recompute", "allocator", "micro-batch", "peak", "margin", "time")
-"""Of the table; the first three are words, the others figures."""
+_COLUMNS = ("precision", "recompute", "micro-batch", "peak", "margin", "time")
+"""Of the table; the first two are words, the others figures."""
 
 _LEGEND = (
     "micro-batch: the largest that fits, in samples. peak: what the process takes of the device, context included;"
@@ -40,7 +40,7 @@ Factory = Annotated[
 ]
 Devices = Annotated[
     list[str],
-    typer.Option(metavar="NAME", help="A GPU such as T4, a size such as 24GiB, or a file of calibrate; repeatable."),
+    typer.Option(metavar="NAME", help="A GPU such as T4, or a size such as 24GiB; repeatable."),
 ]
 GlobalBatchSize = Annotated[
     int | None,
@@ -55,11 +55,8 @@ Precisions = Annotated[
 ]
 Margin = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE", help="What to keep free, such as 1GiB; else 4 % of a calibrated device, 10 % of others."
-    ),
+    typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 10 % of the device."),
 ]
-MaxGradNorm = Annotated[float | None, typer.Option(min=0, help="If you clip gradients, at which norm.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")]
 
 
@@ -69,7 +66,6 @@ def run(
     global_batch_size: GlobalBatchSize = None,
     precision: Precisions = None,
     margin: Margin = None,
-    max_grad_norm: MaxGradNorm = None,
     out: Out = None,
     verify: Annotated[bool, typer.Option(help="Trace the recommended plan once more.")] = True,
     json: Json = False,
@@ -87,7 +83,6 @@ def run(
             precisions=_read_precisions(precision, devices),
             global_batch_size=global_batch_size,
             margin_bytes=_read_margin(margin),
-            max_grad_norm=max_grad_norm,
             verify=verify,
         )
         _check_out(out, len(devices))
@@ -158,7 +153,7 @@ def _print_table(plan: DevicePlan) -> None:
     device = plan.question.device
     table = Table(title=f"{device.name}: {_gib(device.usable_bytes)} usable", title_justify="left")
     for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in _COLUMNS[:3] else "right")
+        table.add_column(name, justify="left" if name in _COLUMNS[:2] else "right")
     for row, relative in with_relative_times(plan.rows):
         style = "bold" if row is plan.best else None if row.fits else "dim"
         table.add_row(*_cells(row, relative), style=style)
@@ -185,7 +180,7 @@ def _print_plan(plan: DevicePlan) -> None:
     if row is None:
         typer.echo(_what_is_missing(plan) + "\n")
         return
-    typer.echo("\n  ".join([f"Take on {row.device}: {_what_to_take(row)}", *_to_paste(row)]))
+    typer.echo(f"Take on {row.device}: {_what_to_take(row)}\n  {_to_paste(row)}")
     for text in (_margin_of(plan), "" if plan.verification is None else _verified(plan.verification)):
         if text:
             typer.echo(f"  {text}")
@@ -239,18 +234,17 @@ def _device(plan: DevicePlan) -> dict[str, Any]:
     facts["recommended"] = {
         **_row(best, 1.0),
         "policy": best.policy(),
-        "PYTORCH_ALLOC_CONF": best.allocator,
     }
     facts["verified"] = None if found is None else {**asdict(found), "error": found.error}
     return facts
 
 
 def as_yaml(forecast: Forecast) -> str:
-    """Return the first device's plan for `Policy.from_yaml`; what is no field of a policy stands in comments."""
+    """Return the first device's plan for `Policy.from_yaml`; what it is a plan for stands in comments."""
     (plan, *_) = forecast.plans
     row = plan.best
     assert row is not None
-    lines = [_command_of(forecast.order), f"a forecast: {_what_to_take(row)}", *_beside_the_policy(row)]
+    lines = [_command_of(forecast.order), f"a forecast: {_what_to_take(row)}"]
     comments = "".join(f"# {' '.join(text.split())}\n" for text in lines)
     return comments + yaml.safe_dump(row.policy(), sort_keys=False)
 
@@ -260,7 +254,6 @@ def _cells(row: Row, relative: float) -> tuple[str, ...]:
     return (
         row.precision,
         row.recompute,
-        row.allocator.removesuffix(":True").replace("_", " ") or "default",
         str(row.micro_batch_size) if row.fits else "none",
         _gib(row.process_bytes) if row.fits else f"{_gib(row.missing_bytes)} too few",
         _gib(row.margin_bytes),
@@ -271,8 +264,6 @@ def _cells(row: Row, relative: float) -> tuple[str, ...]:
 def _sources(plan: DevicePlan) -> str:
     """Return where the figures of a device are from."""
     device = plan.question.device
-    if device.measured:
-        return "measured by holdfast calibrate"
     figures = {
         "usable": f"usable {_gib(device.usable_bytes)}",
         "context": f"context {_gib(device.context_bytes)}",
@@ -284,18 +275,12 @@ def _sources(plan: DevicePlan) -> str:
 def _named(row: Row) -> str:
     """Return a plan in words."""
     recomputed = "all blocks" if row.modules else "nothing"
-    parts = [row.precision, f"{recomputed} recomputed", row.allocator]
-    return ", ".join(part for part in parts if part)
+    return f"{row.precision}, {recomputed} recomputed"
 
 
 def _gib(size: float) -> str:
     """Return a number of bytes in GiB, a small one in MiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
-
-
-def _beside_the_policy(row: Row) -> list[str]:
-    """Return what a plan needs that is no field of a policy."""
-    return [f"export PYTORCH_ALLOC_CONF={row.allocator}"] if row.allocator else []
 
 
 def _command_of(order: Order) -> str:
@@ -304,7 +289,6 @@ def _command_of(order: Order) -> str:
     asked.append(f"--precision {','.join(order.precisions)}")
     asked += [] if order.global_batch_size is None else [f"--global-batch-size {order.global_batch_size}"]
     asked += [] if order.margin_bytes is None else [f"--margin {order.margin_bytes / 2**20:g}MiB"]
-    asked += [] if order.max_grad_norm is None else [f"--max-grad-norm {order.max_grad_norm:g}"]
     return " ".join(asked)
 
 
@@ -363,10 +347,9 @@ def _what_to_take(row: Row) -> str:
     return f"{_named(row)}, micro-batches of {row.micro_batch_size} {samples}: {_gib(row.process_bytes)}"
 
 
-def _to_paste(row: Row) -> list[str]:
-    """Return what carries a plan out: a policy, and what is beside it."""
-    fields = ", ".join(f"{name}={value!r}" for name, value in row.policy().items())
-    return [f"Policy({fields})", *_beside_the_policy(row)]
+def _to_paste(row: Row) -> str:
+    """Return the policy that carries a plan out."""
+    return f"Policy({', '.join(f'{name}={value!r}' for name, value in row.policy().items())})"
 
 
 def _verified(found: Verification) -> str:

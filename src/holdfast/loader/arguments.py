@@ -24,13 +24,7 @@ AUTO = "auto"
 
 
 def check_arguments(
-    dataset: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    seed: int,
-    quarantine: float,
-    check_finite: bool,
+    dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, quarantine: float
 ) -> dict[str, Any]:
     """Return torch's arguments by name; H607 for what cannot be used, H610 for a dataset without samples."""
     given: dict[str, Any] = dict(_TORCH.bind(None, dataset, *args, **kwargs).arguments)
@@ -52,7 +46,6 @@ def check_arguments(
     _need(
         share, f"quarantine={quarantine!r}", "it is a share or a number of samples", "pass 0.001, 5, or 0 for none."
     )
-    _need(not (stream and check_finite), "check_finite=True", "no item of a stream can be replaced", "omit it.")
     _need(
         stream or reads_one or not hasattr(dataset, "__getitems__"),
         f"{type(dataset).__name__} has __getitems__ and no __getitem__",

@@ -138,7 +138,6 @@ class DataLoader(TorchDataLoader[Any]):
             different seeds, or equal lengths are shuffled alike.
         quarantine: Most samples that may be quarantined: a share of the dataset below 1, which allows at least one,
             or a number. 0: none, the sample's own exception ends the epoch.
-        check_finite: Whether a sample with NaN or Inf counts as one that cannot be read.
         repeats: Whether your sampler may yield an index more than once an epoch; None: only if it says that it draws
             with replacement.
         sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its code shows. Such
@@ -170,7 +169,6 @@ class DataLoader(TorchDataLoader[Any]):
         *args: Any,
         seed: int = 0,
         quarantine: float = 0.001,
-        check_finite: bool = False,
         repeats: bool | None = None,
         sharded: bool | None = None,
         rank: int | None = None,
@@ -178,7 +176,7 @@ class DataLoader(TorchDataLoader[Any]):
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        given = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine, check_finite=check_finite)
+        given = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine)
         self._iterable = isinstance(dataset, IterableDataset)
         by_code = sharded is None and self._iterable and shards_itself(dataset, given.get("worker_init_fn"))
         self.sharded = self._iterable and (by_code if sharded is None else sharded)
@@ -190,7 +188,6 @@ class DataLoader(TorchDataLoader[Any]):
         self._ranks_fixed = named or bool(self._undivided)
         self._ranks = (0, 1) if self._undivided else ranks_of(rank, world_size)
         self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats, named=named)
-        self._check_finite = check_finite
         self._replaces = quarantine > 0
         self._length = len(dataset) if isinstance(dataset, Sized) and not self._iterable else None
         self.ledger = Ledger(quarantine, self._length, time.time)
@@ -352,7 +349,7 @@ class DataLoader(TorchDataLoader[Any]):
         assert self._plan is not None
 
         def make_fetcher(board: Board | None) -> Fetcher:
-            how = {"replaces": self._replaces, "check_finite": self._check_finite, "draws": self._draws}
+            how = {"replaces": self._replaces, "draws": self._draws}
             return Fetcher(self.dataset, self.seed, self.collate_fn, board, **how)
 
         return MapSource(self._plan, self._epoch, self._at.position, self.ledger, make_fetcher, self._emit)

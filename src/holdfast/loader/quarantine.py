@@ -30,7 +30,7 @@ class Quarantined:
 
     Args:
         index: Dataset index: a number, text, bytes, or a tuple of these.
-        kind: ``"raised"``, ``"non-finite"``, ``"hung"``, ``"killed its worker"``, or ``"provenance"``.
+        kind: ``"raised"``, ``"hung"``, ``"killed its worker"``, or ``"provenance"``.
         epoch: From this one on it is replaced.
         evidence: A traceback, or what was seen.
         unix_seconds: When it was found.

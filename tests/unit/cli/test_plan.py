@@ -66,7 +66,7 @@ def test_the_table_tells_each_plan_and_what_to_take(capsys):
     shown = printed(forecast, capsys)
     best = plan.best
     assert best is not None
-    assert sum(line.startswith("│ fp32") for line in shown.splitlines()) == len(plan.rows) == 4
+    assert sum(line.startswith("│ fp32") for line in shown.splitlines()) == len(plan.rows) == 2
     assert f"Policy(precision='fp32', recompute={list(best.modules) or True!r}, micro_batch_size='auto'" in shown
     assert f"forecast_micro_batch_size={best.micro_batch_size})" in shown
     assert "tensors hold 0.98 GiB, the forecast said 0.98 GiB (+0.10%)" in shown

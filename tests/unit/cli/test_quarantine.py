@@ -30,7 +30,9 @@ class Files:
         fault = self.folder / f"fault{index}"
         if fault.exists() and fault.read_text() == "raise":
             raise OSError(f"[/bold] no file [{index}]")
-        return float("nan") if fault.exists() else float(index)
+        if fault.exists():
+            raise ValueError("damaged")
+        return float(index)
 
 
 app = typer.Typer()
@@ -49,7 +51,7 @@ def as_json(*arguments: object) -> dict[str, Any]:
 
 def quarantine_by_a_run(folder: Path, epoch: int) -> set[Any]:
     """Return what a run over these files has quarantined when it has trained an epoch."""
-    loader = DataLoader(Files(folder), batch_size=5, seed=7, quarantine=5, check_finite=True)
+    loader = DataLoader(Files(folder), batch_size=5, seed=7, quarantine=5)
     loader.attach(lambda data: None, folder)
     loader.go_to(epoch)
     list(loader)
@@ -58,9 +60,9 @@ def quarantine_by_a_run(folder: Path, epoch: int) -> set[Any]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Return a run that has met a sample that raises and one with NaN; two more are entered by hand."""
+    """Return a run that has met a sample that raises and one that is damaged; two more are entered by hand."""
     (tmp_path / "fault3").write_text("raise")
-    (tmp_path / "fault5").write_text("nan")
+    (tmp_path / "fault5").write_text("damage")
     assert quarantine_by_a_run(tmp_path, 0) == {3, 5}
     ledger = Ledger(9, None, lambda: 1.7e9)
     ledger.keep_in(tmp_path / FILE_NAME)

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from torch import nn
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.job import building
 from holdfast.forecast.job.jobs import find_blocks
-from holdfast.forecast.job.user_functions import find_loss
-from holdfast.numerics.loss import Loss
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
 
@@ -101,22 +98,6 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(
     for name in ("build", "missing.py:build", "no_such_module_here:build", ":build", "x:"):
         with pytest.raises(PolicyError, match="H411"):
             building.load_factory(name)
-
-
-def test_a_loss_is_found_in_whatever_guard_takes() -> None:
-    """A tensor, a Loss, a pair, several Loss and a model's output all hold one loss."""
-    loss = torch.tensor(2.0)
-    assert find_loss(loss) is loss
-    assert find_loss(Loss(loss, 3)) is loss
-    assert find_loss((loss, 3)) is loss
-    assert find_loss({"loss": loss, "logits": torch.zeros(3)}) is loss
-    assert find_loss(SimpleNamespace(loss=loss)) is loss
-    for several in ((Loss(loss, 3), Loss(loss, 4)), {"a": Loss(loss, 3), "b": Loss(loss, 4)}):
-        found = find_loss(several)
-        assert found is not None
-        assert found.item() == 4.0
-    assert find_loss(None) is None
-    assert find_loss([]) is None
 
 
 def test_blocks_are_repeated_modules_or_else_the_children() -> None:

@@ -17,7 +17,6 @@ from holdfast.forecast.plan import forecasting
 from holdfast.forecast.plan.fit import check_fit
 from holdfast.forecast.plan.forecasting import Order, make_forecast, plan_device, verified
 from holdfast.forecast.plan.planning import (
-    EXPANDABLE,
     Question,
     Row,
     Step,
@@ -55,15 +54,7 @@ def holds(step: Step, row: Row, samples: int, question: Question) -> bool:
     trace = step.of(row.modules).at(samples)
     total = question.global_batch_size
     trace = with_accumulation(trace, total) if step.plain.accumulates and total else trace
-    replays = [
-        check_fit(
-            *played(trace, count),
-            question.device,
-            expandable_segments=row.allocator == EXPANDABLE,
-            margin_bytes=0,
-        )
-        for count in (2, 6)
-    ]
+    replays = [check_fit(*played(trace, count), question.device, margin_bytes=0) for count in (2, 6)]
     if not replays[0].fits or not replays[0].replay.retries:
         return replays[0].fits
     return replays[1].fits and replays[0].replay.retries == replays[1].replay.retries
@@ -99,7 +90,7 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
 def row(**changes: object) -> Row:
     plain = {
         "device": "T4", "precision": "fp32", "recompute": "none", "modules": (),
-        "allocator": "", "micro_batch_size": 4, "live_bytes": 1, "process_bytes": 1,
+        "micro_batch_size": 4, "live_bytes": 1, "process_bytes": 1,
         "margin_bytes": 0, "missing_bytes": 0, "retries": 0, "sample_seconds": 1.0,
     }  # fmt: skip
     return Row(**{**plain, **changes})  # type: ignore[arg-type]
@@ -110,8 +101,7 @@ def row(**changes: object) -> Row:
     [
         ({"sample_seconds": 0.9}, {"sample_seconds": 1.0}),
         ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "modules": ("a",), "recompute": "all"}),
-        ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "allocator": EXPANDABLE}),
-        ({"sample_seconds": 1.01, "allocator": EXPANDABLE}, {"retries": 2}),
+        ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "retries": 2}),
         ({"sample_seconds": 5.0}, {"sample_seconds": 1.0, "micro_batch_size": 0, "missing_bytes": 1}),
         ({"micro_batch_size": 8}, {"micro_batch_size": 4}),
     ],

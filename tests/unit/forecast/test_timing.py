@@ -10,13 +10,19 @@ from tests.unit.forecast.made_steps import Layer, make_step
 
 from holdfast.forecast.devices.catalogue import find_device
 from holdfast.forecast.devices.timing import (
+    BANDWIDTH_EFFICIENCY,
+    COMPUTE_EFFICIENCY,
     LAUNCH_SECONDS,
     operation_seconds,
     step_seconds,
 )
 from holdfast.forecast.trace.events import DTYPES, PHASES, Trace
 
-DEVICE = replace(find_device("A100-80GB"), bandwidth=1e12, flops={"fp32": 1e13, "bf16": 1e14}, measured=True)
+DEVICE = replace(
+    find_device("A100-80GB"),
+    bandwidth=1e12 / BANDWIDTH_EFFICIENCY,
+    flops={"fp32": 1e13 / COMPUTE_EFFICIENCY, "bf16": 1e14 / COMPUTE_EFFICIENCY},
+)
 
 
 def work(flops: list[int], moved_bytes: list[int], dtype: str = "fp32") -> Trace:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from holdfast.core.errors import OutOfMemoryError, PolicyError
+from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError
 from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.trace.events import OWNERS, live_peak
 from holdfast.supervise.process_tree import read_process, read_table
@@ -98,7 +98,8 @@ def test_a_build_that_needs_values_runs_with_real_weights() -> None:
 )
 def test_bad_input_is_refused_with_the_users_own_line(name: str, rule: str, said: str) -> None:
     """Each kind of mistake gives its own rule, and names what was found and where."""
-    with pytest.raises(OutOfMemoryError if name == "is_killed" else PolicyError) as caught:
+    kinds = {"is_killed": OutOfMemoryError, "detached_loss": BatchError}
+    with pytest.raises(kinds.get(name, PolicyError)) as caught:
         traced(name)
     assert caught.value.rule == rule
     assert said in caught.value.what

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -133,13 +134,14 @@ def test_a_finished_cache_is_not_computed_again(tmp_path):
     ids=str,
 )
 def test_a_stale_cache_is_an_error_that_names_what_differs(tmp_path, change, named):
-    """Features of another version, parameter, seed or length are never returned; ``rebuild`` replaces them."""
+    """Features of another version, parameter, seed or length are never returned."""
     build([1, 2, 3, 4], round, tmp_path / "f.h5", parameters={"n_mels": 80}).close()
     how = {"dataset": [1, 2, 3, 4], "fn": round, "parameters": {"n_mels": 80}} | change
     with pytest.raises(LoaderError, match=named) as caught:
         build(path=tmp_path / "f.h5", **how)
     assert caught.value.rule == "H620"
-    assert len(build(path=tmp_path / "f.h5", rebuild=True, **how)) == len(how["dataset"])
+    (tmp_path / "f.h5").unlink()
+    assert len(build(path=tmp_path / "f.h5", **how)) == len(how["dataset"])
 
 
 def test_a_failing_item_is_named_and_what_came_before_is_kept(tmp_path, monkeypatch):
@@ -161,24 +163,21 @@ def test_a_failing_item_is_named_and_what_came_before_is_kept(tmp_path, monkeypa
 
 
 def test_an_unfinished_build_is_not_continued_as_another_version(tmp_path, monkeypatch):
-    """Half of one version's features and half of another's is an error, or with ``rebuild`` a new start."""
+    """Half of one version's features and half of another's is an error."""
     monkeypatch.setenv("FAIL_AT", "3")
     with pytest.raises(LoaderError, match="item 3"):
         build(range(5), doubled, tmp_path / "f.h5")
     with pytest.raises(LoaderError, match=r"the unfinished build of .* version was 1 and is 2") as caught:
         build(range(5), identity, tmp_path / "f.h5", version=2)
     assert caught.value.rule == "H620"
-    assert list(build(range(5), identity, tmp_path / "f.h5", version=2, rebuild=True)) == list(range(5))
+    shutil.rmtree(tmp_path / "f.h5.building")
+    assert list(build(range(5), identity, tmp_path / "f.h5", version=2)) == list(range(5))
 
 
-def test_the_old_cache_can_be_read_until_a_rebuild_is_complete(tmp_path, monkeypatch):
-    """A rebuild that fails leaves the old file; the next build continues it; who had the old one open keeps it."""
+def test_a_file_that_was_replaced_while_it_was_open_is_not_read_on(tmp_path):
+    """Who had the old one open keeps it until it is closed; then the new one is no part of it."""
     old = build(range(5), identity, tmp_path / "f.h5")
-    monkeypatch.setenv("FAIL_AT", "3")
-    with pytest.raises(LoaderError, match="item 3"):
-        build(range(5), doubled, tmp_path / "f.h5", version=2, rebuild=True)
-    assert list(FeatureCache(tmp_path / "f.h5")) == list(range(5))
-    monkeypatch.setenv("FAIL_AT", "0")  # items 0 to 2 are not computed again
+    (tmp_path / "f.h5").unlink()
     assert list(build(range(5), doubled, tmp_path / "f.h5", version=2)) == [0, 2, 4, 6, 8]
     assert list(old) == list(range(5))
     old.close()
@@ -188,9 +187,9 @@ def test_the_old_cache_can_be_read_until_a_rebuild_is_complete(tmp_path, monkeyp
 
 
 def test_a_flipped_bit_is_found_when_its_item_is_read(tmp_path):
-    """The other items can be read; `verify` names the bad ones."""
+    """The other items can be read."""
     cache = build([torch.randn(50) for _ in range(6)], identity, tmp_path / "f.h5")
-    cache.verify()
+    assert len(list(cache)) == 6
     flip_bit(tmp_path / "f.h5", 8 * (65536 + 900))
     bad = []
     for index in range(6):
@@ -200,8 +199,6 @@ def test_a_flipped_bit_is_found_when_its_item_is_read(tmp_path):
             bad.append(index)
             rule = error.rule
     assert (len(bad), rule) == (1, "H622")
-    with pytest.raises(LoaderError, match=rf"1 of 6 items do not match their digests \(items {bad[0]}\)"):
-        cache.verify()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +207,7 @@ def test_a_flipped_bit_is_found_when_its_item_is_read(tmp_path):
     ids=str,
 )
 def test_a_file_that_is_no_whole_cache_is_neither_read_nor_replaced(tmp_path, content, rule):
-    """Empty, cut off, missing, or HDF5 of another kind: a clear error, and ``rebuild`` overwrites nothing foreign."""
+    """Empty, cut off, missing, or HDF5 of another kind: a clear error, and a build overwrites nothing of it."""
     path = tmp_path / "f.h5"
     if content == "cut":
         build(list(range(9)), identity, path).close()
@@ -226,7 +223,7 @@ def test_a_file_that_is_no_whole_cache_is_neither_read_nor_replaced(tmp_path, co
     if content is not None:
         before = path.read_bytes()
         with pytest.raises(LoaderError) as caught:
-            build([1], identity, path, rebuild=True)
+            build([1], identity, path)
         assert caught.value.rule == rule
         assert path.read_bytes() == before
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.forecast.allocator.caching import MIN_BLOCK_BYTES, Block, CachingAllocator, OutOfDeviceMemoryError
+from holdfast.forecast.trace.events import live_bytes
 
 Events = npt.NDArray[np.int32]  # shape ``(events,)``: s + 1 allocates storage s, -(s + 1) frees it
 Sizes = npt.NDArray[np.int64]  # shape ``(storages,)``, bytes as requested
@@ -44,15 +45,13 @@ def round_sizes(sizes: Sizes) -> Sizes:
     return -(-sizes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
-def replay(
-    events: Events, sizes: Sizes, *, expandable_segments: bool = False, cap_bytes: int | None = None
-) -> Replay:
+def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Replay:
     """Play a trace through an empty allocator, which can get `cap_bytes` of the driver.
 
     ValueError if a storage is freed that does not live, or allocated while it does.
     """
     rounded = round_sizes(sizes).tolist()
-    simulated = CachingAllocator(expandable_segments=expandable_segments, cap_bytes=cap_bytes)
+    simulated = CachingAllocator(cap_bytes=cap_bytes)
     allocate, free = simulated.allocate, simulated.free
     live: list[Block | None] = [None] * len(rounded)
     failed_at = None
@@ -82,26 +81,17 @@ def replay(
     )
 
 
-def live_peak_bytes(events: Events, sizes: Sizes) -> int:
-    """Return the most that is alive at once, rounded as the allocator rounds: no cap below it can do."""
-    if not len(events):
-        return 0
-    return int(np.cumsum(np.sign(events) * round_sizes(sizes)[np.abs(events) - 1]).max())
-
-
-def smallest_cap_bytes(
-    events: Events, sizes: Sizes, *, expandable_segments: bool = False, step_bytes: int = 32 << 20
-) -> int:
+def smallest_cap_bytes(events: Events, sizes: Sizes, *, step_bytes: int = 32 << 20) -> int:
     """Return a cap that suffices while `step_bytes` less does not: what a device would have to give.
 
     Whether a cap suffices is not strictly monotone (a retry changes the order of the free blocks), so it need not be
     the smallest of all.
     """
-    enough = replay(events, sizes, expandable_segments=expandable_segments).peak_reserved_bytes
-    short = live_peak_bytes(events, sizes) - 1
+    enough = replay(events, sizes).peak_reserved_bytes
+    short = int(live_bytes(events, sizes, MIN_BLOCK_BYTES).max(initial=0)) - 1
     while enough - short > step_bytes:
         middle = (enough + short) // 2
-        if replay(events, sizes, expandable_segments=expandable_segments, cap_bytes=middle).failed_at is not None:
+        if replay(events, sizes, cap_bytes=middle).failed_at is not None:
             short = middle
         else:
             enough = middle

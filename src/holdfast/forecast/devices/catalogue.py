@@ -1,18 +1,15 @@
 """The catalogue of devices: what a process can use of their memory, how fast they are, each figure with its source.
 
-`find_device` takes the name of one, as people or torch write it, a size such as ``24GiB``, or a file that
-``holdfast calibrate`` has written.
+`find_device` takes the name of one, as people or torch write it, or a size such as ``24GiB``.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -27,7 +24,6 @@ _NOISE = re.compile(r"nvidia|geforce|rtx|tesla|amd|instinct|[\s_-]+")
 # Each thread has a cuBLAS handle of its own (thread_local PoolWindow in CublasHandlePool.cpp), and a workspace is
 # kept for each handle and stream: a step uses the thread that runs forward and the one that autograd keeps.
 _HANDLES = 2
-FORMAT = "holdfast device 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +37,6 @@ class Device:
         cublaslt_workspace_bytes: The same of cuBLASLt; 0 where it shares that of cuBLAS.
         flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see `flops_per_second`.
         capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
-        measured: Whether the figures come from ``holdfast calibrate`` and not from the catalogue.
     """
 
     name: str
@@ -53,7 +48,6 @@ class Device:
     bandwidth: float
     flops: Mapping[str, float]
     capability: tuple[int, int] | None = None
-    measured: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -78,13 +72,11 @@ class Device:
 
 
 def find_device(text: str) -> Device:
-    """Return the device that a user means (H416 if nothing is known by that name, or the file is none of ours).
+    """Return the device that a user means (H416 if nothing is known by that name).
 
-    A name (``RTX 4090``, ``A100-80GB``, ``NVIDIA H100 PCIe``), a size (``24GiB``: all that processes can have of an
-    unknown device), or the path of a file from ``holdfast calibrate``.
+    A name (``RTX 4090``, ``A100-80GB``, ``NVIDIA H100 PCIe``), or a size (``24GiB``: all that processes can have
+    of an unknown device).
     """
-    if text.endswith(".json"):
-        return load_device(Path(text))
     size = bytes_in(text)
     if size is None:
         return _named(text)
@@ -95,38 +87,6 @@ def find_device(text: str) -> Device:
     return _of_unknown_kind(size)
 
 
-def load_device(path: Path) -> Device:
-    """Read a file from ``holdfast calibrate`` (H416 if it is none)."""
-    try:
-        return _device_of(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise PolicyError(
-            f"device file {path}: {error}",
-            limit="a file that `holdfast calibrate` has written is needed",
-            fix="run `holdfast calibrate --out FILE` on a machine with that device, or name one of the catalogue.",
-            rule="H416",
-        ) from error
-
-
-def _device_of(facts: Any) -> Device:
-    if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
-        raise ValueError(f'it has no "format": "{FORMAT}"')
-    device = Device(**facts)
-    if not 0 < device.context_bytes < device.usable_bytes or min(device.bandwidth, device.flops["fp32"]) <= 0:
-        raise ValueError("context_bytes, bandwidth and flops must be above 0, and the context below usable_bytes")
-    if device.capability is None:
-        return device
-    major, minor = device.capability
-    return replace(device, capability=(major, minor))
-
-
-def save_device(device: Device, path: Path) -> None:
-    """Write what `load_device` reads."""
-    facts = {"format": FORMAT, **asdict(device)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
 def _named(name: str) -> Device:
     wanted = _plain(name)
     found = next((device for device, names in _catalogue() if wanted in names), None)
@@ -135,7 +95,7 @@ def _named(name: str) -> Device:
     raise PolicyError(
         f"device {name!r}",
         limit=f"known are: {', '.join(device.name for device, _ in _catalogue())}",
-        fix="use such a name, a size such as 24GiB, or the FILE.json that `holdfast calibrate` wrote there.",
+        fix="use such a name, or a size such as 24GiB.",
         rule="H416",
     )
 

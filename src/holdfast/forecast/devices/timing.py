@@ -26,14 +26,10 @@ LAUNCH_SECONDS = 10e-6
 
 
 def operation_seconds(trace: Trace, device: Device) -> npt.NDArray[np.float64]:
-    """Return how long each operation of a step takes; shape ``(operations,)``.
-
-    The rates of a device are those of a data sheet unless they were measured.
-    """
-    compute, bandwidth = (1.0, 1.0) if device.measured else (COMPUTE_EFFICIENCY, BANDWIDTH_EFFICIENCY)
+    """Return how long each operation of a step takes; shape ``(operations,)``."""
     rates = np.array([device.flops_per_second(dtype) for dtype in DTYPES])
-    arithmetic = trace.flops / (rates[trace.dtype] * compute)
-    traffic = trace.moved_bytes / (device.bandwidth * bandwidth)
+    arithmetic = trace.flops / (rates[trace.dtype] * COMPUTE_EFFICIENCY)
+    traffic = trace.moved_bytes / (device.bandwidth * BANDWIDTH_EFFICIENCY)
     return np.maximum(np.maximum(arithmetic, traffic), LAUNCH_SECONDS)
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from holdfast.memory.recompute import tensors_of
 
 aten = torch.ops.aten
 
@@ -86,7 +88,7 @@ class Facts:
         """Return what an operator gives for the known values of its inputs, or NotImplemented if one is unknown."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return NotImplemented
-        values = {id(tensor): self.of(tensor).value for tensor in tensors_of(args, kwargs)}
+        values = {id(tensor): self.of(tensor).value for tensor in tensors_of((args, kwargs))}
         if any(value is None for value in values.values()):
             return NotImplemented
         real_args, real_kwargs = on_host(args, kwargs, lambda tensor: values[id(tensor)])
@@ -97,7 +99,7 @@ class Facts:
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Work out what is known of an operator's results, which are fake, and what is no longer known."""
         packet = func.overloadpacket
-        known = packet in _FACTORIES or any(id(tensor) in self._facts for tensor in tensors_of(args, kwargs))
+        known = packet in _FACTORIES or any(id(tensor) in self._facts for tensor in tensors_of((args, kwargs)))
         if known and self._follow_values(func, args, kwargs, out):
             return
         fact = self._expected(packet, args, out) if isinstance(out, torch.Tensor) else NOTHING
@@ -159,7 +161,7 @@ class Facts:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             given = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in tensors_of((given,), {}):
+            for tensor in tensors_of(given):
                 for key in self._of_storage.pop(tensor.untyped_storage()._cdata, ()):
                     self._facts.pop(key, None)
 
@@ -208,15 +210,6 @@ def worth_knowing(tensor: torch.Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():  # such as an optimizer's step count
         return tensor.numel() == 1
     return tensor.numel() <= _MOST_ELEMENTS
-
-
-def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operator's arguments, and those in lists of them."""
-    for arg in (*args, *kwargs.values()):
-        if isinstance(arg, torch.Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from (element for element in arg if isinstance(element, torch.Tensor))
 
 
 def on_host(

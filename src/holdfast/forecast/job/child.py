@@ -86,7 +86,7 @@ class _Tracing:
 
     def _build(self) -> Job:
         request, device = self._request, self._device
-        options = {name: request[name] for name in ("gradient_accumulation_steps", "max_grad_norm", "recompute")}
+        options = {name: request[name] for name in ("gradient_accumulation_steps", "recompute")}
         self._begin("importing the factory")
         if request["weights"] == "fake":
             return Job(self._call_factory(), device, **options)

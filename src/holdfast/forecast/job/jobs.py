@@ -1,8 +1,8 @@
 """A user's training job on the fake device: its models, its optimizers, and one step of any size, as Guard makes it.
 
 A loss function is called under autocast and its loss is run backward, scaled for fp16; gradients are emptied before,
-clipped if asked, and every optimizer is stepped. A function that calls backward itself makes its own step: one call
-of it has to step every optimizer.
+and every optimizer is stepped. Clipping, which takes no memory to speak of, is left out. A function that calls
+backward itself makes its own step: one call of it has to step every optimizer.
 
 Tensors lie where the user's code puts them. If the step does not run so, since it names no device, the batch is put
 where the model is, and if that is not enough, all that the step makes.
@@ -33,12 +33,12 @@ from holdfast.forecast.job.user_functions import (
     Watch,
     called_with_batch,
     is_hooked,
-    loss_of,
     own_autocasts,
 )
 from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.events import Assumption
 from holdfast.memory.recompute import find_repeated_blocks, recomputing
+from holdfast.numerics.loss import read_loss
 
 _AS_BUILT = "its tensors where they were built"
 _BATCH = "the batch on the device"
@@ -59,7 +59,6 @@ class Job:
         device: ForecastDevice,
         *,
         gradient_accumulation_steps: int = 1,
-        max_grad_norm: float | None = None,
         recompute: Sequence[str] = (),
     ) -> None:
         if any(hasattr(p, "device_mesh") for model in built.models.values() for p in model.parameters()):
@@ -72,7 +71,7 @@ class Job:
         self.assumptions: list[Assumption] = []
         self.casts = False  # whether it has an autocast of its own; known after `settle`
         self._device = device
-        self._count, self._max_grad_norm = gradient_accumulation_steps, max_grad_norm
+        self._count = gradient_accumulation_steps
         self._placement = _AS_BUILT
         self.sample: SampleBatch | None = None  # none if the step makes its own
         if built.has_batch:
@@ -95,7 +94,10 @@ class Job:
         return self.sample is not None and not self._acts
 
     def settle(self, size: int) -> None:
-        """Make the first step, and find out what the function does and where tensors must lie (H412 to H414)."""
+        """Make the first step, and find out what the function does and where tensors must lie (H412 to H414).
+
+        A loss that `Guard` does not take is refused as there (H201 to H203).
+        """
         for placement in _PLACEMENTS:
             self._placement = placement
             try:
@@ -194,7 +196,7 @@ class Job:
                     returned = function(part)
                 if not (seen.acted or self._begun):
                     self._has_own_step = False  # a loss function, whatever it was called
-                    loss = loss_of(returned, self._place_of_function)
+                    loss = read_loss(returned, None).total()
                     share = loss if len(parts) == 1 else loss * (1 / len(parts))
                     self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
         if loss is not None and not seen.optimizers and all(p.grad is None and not is_hooked(p) for p in parameters):
@@ -203,7 +205,7 @@ class Job:
         self._has_own_step |= seen.acted and bool(seen.optimizers)
         self._stepped |= self._names_of(seen.optimizers)
         if not self._has_own_step:
-            self._finish(parameters, names, unscales=loss is not None)
+            self._finish(names, unscales=loss is not None)
             self._stepped |= set(names)
         return None if loss is None else loss.detach()
 
@@ -238,14 +240,12 @@ class Job:
     def _parameters_of(self, names: Iterable[str]) -> list[torch.Tensor]:
         return [p for name in names for group in self.optimizers[name].param_groups for p in group["params"]]
 
-    def _finish(self, parameters: Sequence[torch.Tensor], names: Sequence[str], *, unscales: bool) -> None:
+    def _finish(self, names: Sequence[str], *, unscales: bool) -> None:
         optimizers = [self.optimizers[name] for name in names]
         unscales = unscales and self._scaler.is_enabled()
         if unscales:
             for optimizer in optimizers:
                 self._scaler.unscale_(optimizer)
-        if self._max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
         if unscales:

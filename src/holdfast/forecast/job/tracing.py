@@ -57,7 +57,6 @@ class TraceRequest:
     route: Route = "privateuse1"
     recompute: tuple[str, ...] = ()
     gradient_accumulation_steps: int = 1
-    max_grad_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

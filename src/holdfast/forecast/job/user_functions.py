@@ -1,4 +1,4 @@
-"""What a user's loss function or step did: the loss that it returned, or that it ran backward and stepped by itself.
+"""What a user's loss function or step did: whether it ran backward and stepped by itself.
 
 Also the guard that a step is given.
 """
@@ -6,7 +6,7 @@ Also the guard that a step is given.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 from unittest import mock
@@ -15,7 +15,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from holdfast.core.errors import PolicyError
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built, Function
 
@@ -81,47 +80,6 @@ def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]
         yield own
 
 
-def find_loss(returned: Any) -> torch.Tensor | None:
-    """Return the loss in what a loss function returned, or None.
-
-    It may be a tensor, a ``Loss`` or an output with one, a pair of mean and items, or a sequence or dict of ``Loss``.
-    Plain tensors in a list or dict are several losses or none: which of them is trained is not for us to say.
-    """
-    if isinstance(returned, torch.Tensor):
-        return returned
-    for name in ("mean", "loss"):
-        if isinstance(found := getattr(returned, name, None), torch.Tensor):
-            return found
-    if isinstance(returned, Mapping):
-        if "loss" in returned:
-            return find_loss(returned["loss"])
-        returned = list(returned.values())
-    if not isinstance(returned, (list, tuple)) or not returned:
-        return None
-    if all(isinstance(getattr(term, "mean", None), torch.Tensor) for term in returned):
-        means = [term.mean for term in returned]
-        total: torch.Tensor = sum(means[1:], means[0])
-        return total
-    return find_loss(returned[0]) if isinstance(returned, tuple) else None
-
-
-def loss_of(returned: Any, place: str) -> torch.Tensor:
-    """Return the loss, shape ``()``, in what a function at a place returned (H412 if there is none to train by)."""
-    loss = find_loss(returned)
-    if loss is not None and loss.numel() == 1 and loss.requires_grad:
-        return loss.reshape(())
-    what = f"a {type(returned).__name__}"
-    if loss is not None:
-        what = f"a tensor of shape {tuple(loss.shape)}" if loss.requires_grad else "a loss without a graph"
-    raise PolicyError(
-        f"the loss function{place} returned {what} and did not call backward",
-        limit="a forecast needs a scalar loss to run backward, or a step that does so itself",
-        fix="return the mean loss, a tensor of one element that depends on the model's parameters; add up several"
-        " terms.",
-        rule="H412",
-    )
-
-
 def is_hooked(parameter: torch.Tensor) -> bool:
     """Return whether a hook is given the parameter's gradient, as one that steps an optimizer in backward."""
     return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
@@ -156,7 +114,7 @@ def called_with_batch(built: Built, guard: GuardStandIn) -> Function:
     single = len(built.models) == 1 and "model" in built.models
     model: Any = built.models["model"] if single else built.models
     if function is None:
-        return lambda batch: model(**batch)
+        return lambda batch: model(**batch).loss
     if names[:1] == ["guard"]:
         return lambda batch: function(guard, batch)
     if len(names) == len(("model", "batch")):

@@ -18,7 +18,7 @@ from holdfast.forecast.plan.planning import (
     Question,
     Row,
     Step,
-    check_row,
+    check_trace,
     nearest_miss,
     plan_rows,
     recommended,
@@ -44,7 +44,6 @@ class Order:
         factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
         precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job has now.
         margin_bytes: What to keep free; None for a default by device.
-        max_grad_norm: Norm to which gradients are clipped; None: they are not.
     """
 
     factory: str
@@ -52,7 +51,6 @@ class Order:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     global_batch_size: int | None = None
     margin_bytes: int | None = None
-    max_grad_norm: float | None = None
     verify: bool = True
 
 
@@ -74,7 +72,7 @@ class Verification:
 class DevicePlan:
     """What fits a device: every plan, the `best` (None if none fits), and the one whose step `trace` is.
 
-    `verification` is of the best.
+    `verification` is of the best, or of the last that was tried and did not hold.
     """
 
     question: Question
@@ -177,7 +175,6 @@ def _traced(order: Order, precision: str, say: Callable[[str], object], recomput
             precision=precision,
             sizes=tuple(times * size for size in FITTED_SIZES),
             recompute=recompute,
-            max_grad_norm=order.max_grad_norm,
         )
         result = trace_job(request, say)
         try:
@@ -210,7 +207,8 @@ def plan_device(
         margin_bytes=order.margin_bytes,
     )
     suited = {name: step for name, step in steps.items() if name != "bf16" or has_bf16(device)} or steps
-    rows = tuple(plan_rows(suited, question, lambda _: say(f"planning for {device.name}")))
+    say(f"planning for {device.name}")
+    rows = tuple(plan_rows(suited, question))
     best = recommended(rows)
     shown = best or nearest_miss(rows)
     assert shown is not None, "there is a plan for each precision"
@@ -242,55 +240,34 @@ def verified(
     say: Callable[[str], object],
     said: list[Assumption],
 ) -> DevicePlan:
-    """Return the plan with what one more trace says; if that one does not fit or run, another that does.
+    """Return the plan with what one more trace says; if that one does not fit, one with a larger margin that does.
 
-    What is said of plans that were refused is added to `said`. If none of those that were tried runs, the error of
-    the first is raised.
+    What is said of plans that were refused is added to `said`. One that does not run when it is traced is an error.
     """
     question, device = plan.question, plan.question.device  # a trace has to fit with the margin that was asked for
-    failed: list[HoldfastError] = []
-    useless: list[Row] = []
     for _ in range(_TRIALS):
-        plan = replace(plan, rows=tuple(row for row in plan.rows if not any(_like(row, one) for one in useless)))
-        row = recommended(plan.rows)
+        row = plan.best
         if row is None:
-            break
+            return plan
         say(f"tracing micro-batches of {row.micro_batch_size} for {device.name} once more")
         step = steps[row.precision]
-        try:
-            found = _verify(order, row, step, question)
-        except HoldfastError as error:
-            failed.append(error)
-            useless.append(row)
-            why = f"could not be traced: {one_line(error)}"
-        else:
-            plan = replace(plan, best=row, shown=row, trace=step_of(row, step, question), verification=found)
-            if found.fits:
-                return plan
-            # By the share by which it was wrong, and where that is none (its blocks lie otherwise) as much again.
-            wrong = (1 - found.forecast_bytes / found.live_bytes) * (device.available_bytes - row.margin_bytes)
-            margin = row.margin_bytes + max(row.margin_bytes, int(wrong))
-            order = replace(order, margin_bytes=margin)
-            why = f"did not fit when it was traced, so that {margin / GIB:.2f} GiB were kept free"
-            refused, plan = plan, plan_device(order, device, steps, say)
-            if plan.best is None:
-                plan = replace(refused, rows=plan.rows)
-        said.append(Assumption(what=f"left out for {device.name}: {_described(row)} {why}"))
-    if failed and plan.verification is None:
-        raise failed[0]
+        found = _verify(order, row, step, question)
+        plan = replace(plan, trace=step_of(row, step, question), verification=found)
+        if found.fits:
+            return plan
+        # By the share by which it was wrong, and where that is none (its blocks lie otherwise) as much again.
+        wrong = (1 - found.forecast_bytes / found.live_bytes) * (device.available_bytes - row.margin_bytes)
+        margin = row.margin_bytes + max(row.margin_bytes, int(wrong))
+        why = f"did not fit when it was traced, so that {margin / GIB:.2f} GiB were kept free"
+        recomputed = f", {len(row.modules)} modules recomputed" if row.modules else ""
+        which = f"micro-batches of {row.micro_batch_size} in {row.precision}{recomputed}"
+        said.append(Assumption(what=f"left out for {device.name}: {which} {why}"))
+        order = replace(order, margin_bytes=margin)
+        following = plan_device(order, device, steps, say)
+        if following.best is None:
+            break
+        plan = following
     return replace(plan, best=None)
-
-
-def _like(other: Row, row: Row) -> bool:
-    """Return whether a plan would fail as another one that did not run: with the same modules, or the same size."""
-    if row.modules:
-        return other.modules == row.modules
-    return other.micro_batch_size == row.micro_batch_size
-
-
-def _described(row: Row) -> str:
-    recomputed = f", {len(row.modules)} modules recomputed" if row.modules else ""
-    return f"micro-batches of {row.micro_batch_size} in {row.precision}{recomputed}"
 
 
 def _verify(order: Order, row: Row, step: Step, question: Question) -> Verification:
@@ -303,10 +280,9 @@ def _verify(order: Order, row: Row, step: Step, question: Question) -> Verificat
             sizes=(row.micro_batch_size,),
             recompute=row.modules,
             gradient_accumulation_steps=count,
-            max_grad_norm=order.max_grad_norm,
         )
     )
-    fits, live_bytes = check_row(row, result.traces[0], question)
+    fits, live_bytes = check_trace(result.traces[0], question)
     forecast = step_of(row, step, question, count * row.micro_batch_size)
     return Verification(live_bytes=live_bytes, forecast_bytes=live_peak(forecast, GRANULE_BYTES), fits=fits.fits)
 

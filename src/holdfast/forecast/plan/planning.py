@@ -1,8 +1,8 @@
 """Plans for a device: what fits at which micro-batch size, how fast each is, and which one to take.
 
-A plan is a precision, whether blocks are recomputed, and a mode of the allocator.
-For each the largest micro-batch is searched by playing the step on the simulated allocator under the device's memory;
-plans are ranked by their time for a sample. Live bytes, which are quick to add up, bound the search from above.
+A plan is a precision, and whether blocks are recomputed. For each the largest micro-batch is searched by playing the
+step on the simulated allocator under the device's memory; plans are ranked by their time for a sample. Live bytes,
+which are quick to add up, bound the search from above.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.forecast.allocator.replay import live_peak_bytes, smallest_cap_bytes
+from holdfast.forecast.allocator.replay import smallest_cap_bytes
 from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.devices.timing import step_seconds
 from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, with_workspaces
 from holdfast.forecast.trace.accumulation import with_accumulation
-from holdfast.forecast.trace.events import Trace, live_peak, played
+from holdfast.forecast.trace.events import Trace, live_bytes, live_peak, played
 from holdfast.forecast.trace.extrapolation import ScaledTrace
 
 Recompute = Literal["none", "all"]
@@ -29,8 +29,6 @@ _STEPS_TO_SETTLE = 6
 MOST_SAMPLES = 4096  # looked for without a global batch size; gains of larger micro-batches are below 1 % by then
 _TIE = 0.02  # of the time per sample: less than what a roofline can tell apart
 GRANULE_BYTES = 512  # in which `max_memory_allocated` counts
-EXPANDABLE = "expandable_segments:True"
-_ALLOCATORS = ("", EXPANDABLE)  # values of PYTORCH_ALLOC_CONF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,6 @@ class Row:
     """One plan on one device.
 
     Args:
-        allocator: What ``PYTORCH_ALLOC_CONF`` is, `EXPANDABLE` or empty.
         micro_batch_size: The largest that fits, in samples; 0 if not even one does.
         live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without workspaces.
         process_bytes: What the process takes of the device, context included.
@@ -52,7 +49,6 @@ class Row:
     precision: str
     recompute: Recompute
     modules: tuple[str, ...]
-    allocator: str
     micro_batch_size: int
     live_bytes: int
     process_bytes: int
@@ -113,18 +109,9 @@ class Step:
         return self.plain if found is None else found[0]
 
 
-def plan_rows(
-    steps: Mapping[str, Step], question: Question, on_row: Callable[[Row], object] = lambda _: None
-) -> list[Row]:
-    """Return every plan on a device, in the order of precisions, allocator and recomputation."""
-    rows = []
-    for precision, step in steps.items():
-        sized = _SizedStep(step, precision, question)
-        for allocator in _ALLOCATORS:
-            for row in _Search(sized, allocator).rows():
-                rows.append(row)
-                on_row(row)
-    return rows
+def plan_rows(steps: Mapping[str, Step], question: Question) -> list[Row]:
+    """Return every plan on a device, in the order of precisions and recomputation."""
+    return [row for precision, step in steps.items() for row in _Search(step, precision, question).rows()]
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
@@ -143,7 +130,6 @@ def recommended(rows: Sequence[Row]) -> Row | None:
         return (
             len(row.modules),
             row.retries > 0,
-            row.allocator != "",
             precisions.index(row.precision),
             -row.micro_batch_size,
         )
@@ -156,63 +142,42 @@ def nearest_miss(rows: Iterable[Row]) -> Row | None:
     return min((row for row in rows if not row.fits), key=lambda row: row.missing_bytes, default=None)
 
 
-def check_row(row: Row, trace: Trace, question: Question) -> tuple[Fit, int]:
+def check_trace(trace: Trace, question: Question) -> tuple[Fit, int]:
     """Return whether a trace that was made with a plan's own settings fits, and its live peak in bytes."""
-    return _fit(trace, question, row.allocator), live_peak(trace, GRANULE_BYTES)
+    return _fit(trace, question), live_peak(trace, GRANULE_BYTES)
 
 
-def _fit(trace: Trace, question: Question, allocator: str, steps: int = _STEPS) -> Fit:
-    return check_fit(
-        *played(trace, steps),
-        question.device,
-        expandable_segments=allocator == EXPANDABLE,
-        margin_bytes=question.margin(trace),
-    )
-
-
-class _SizedStep:
-    """A job's step with one precision at any size."""
-
-    def __init__(self, step: Step, precision: str, question: Question) -> None:
-        self.step, self.precision, self.question = step, precision, question
-        self.most_samples = question.most_samples
-        self.at = functools.lru_cache(maxsize=128)(self._make)
-
-    def _make(self, samples: int, modules: tuple[str, ...] = ()) -> Trace:
-        """Return one micro-batch's step at a size."""
-        return self.step.of(modules).at(samples)
-
-    def in_memory(self, trace: Trace) -> Trace:
-        """Return the step as memory sees it, in which gradients of earlier micro-batches are kept."""
-        total = self.question.global_batch_size
-        return with_accumulation(trace, total) if total is not None and self.step.plain.accumulates else trace
+def _fit(trace: Trace, question: Question, steps: int = _STEPS) -> Fit:
+    return check_fit(*played(trace, steps), question.device, margin_bytes=question.margin(trace))
 
 
 class _Search:
-    """Looks for the largest micro-batch of plans with one precision and allocator."""
+    """Looks for the largest micro-batch of plans with one precision."""
 
-    def __init__(self, sized: _SizedStep, allocator: str) -> None:
-        self._sized, self._question = sized, sized.question
-        self._allocator = allocator
+    def __init__(self, step: Step, precision: str, question: Question) -> None:
+        self._step, self._precision, self._question = step, precision, question
+        self._at = functools.lru_cache(maxsize=128)(lambda samples, modules: step.of(modules).at(samples))
+
+    def _in_memory(self, trace: Trace) -> Trace:
+        """Return the step as memory sees it, in which gradients of earlier micro-batches are kept."""
+        total = self._question.global_batch_size
+        return with_accumulation(trace, total) if total is not None and self._step.plain.accumulates else trace
 
     def rows(self) -> Iterable[Row]:
         """Yield the plans without recomputation and, unless that would only cost time, with it."""
         nothing = self._largest(())
         yield nothing
-        if (
-            nothing.micro_batch_size < self._sized.most_samples
-            and (found := self._sized.step.recomputed()) is not None
-        ):
+        if nothing.micro_batch_size < self._question.most_samples and (found := self._step.recomputed()) is not None:
             yield self._largest(found[1])
 
     def _largest(self, modules: tuple[str, ...]) -> Row:
         """Return the plan with the largest micro-batch that fits: of all that live bytes allow, found by halving."""
-        low, high = 0, self._sized.most_samples + 1
+        low, high = 0, self._question.most_samples + 1
         fit = None
         for fits in (self._may_fit, self._find_fit):
             low, trial = 0, high - 1
             while high - low > 1:
-                found = fits(self._sized.at(trial, modules))
+                found = fits(self._at(trial, modules))
                 low, high = (trial, high) if found else (low, trial)
                 fit = found or fit
                 trial = (low + high) // 2
@@ -220,9 +185,9 @@ class _Search:
 
     def _may_fit(self, trace: Trace) -> bool:
         """Return whether live bytes alone are within the memory, which takes no replay."""
-        trace = self._sized.in_memory(trace)
+        trace = self._in_memory(trace)
         cap = self._question.device.available_bytes - self._question.margin(trace)
-        return live_peak_bytes(*self._with_workspaces(trace, 1)) <= cap
+        return int(live_bytes(*self._with_workspaces(trace, 1), GRANULE_BYTES).max(initial=0)) <= cap
 
     def _find_fit(self, trace: Trace) -> Fit | None:
         """Return how a step fits; None if it does not."""
@@ -235,7 +200,7 @@ class _Search:
         return found if found.fits else None
 
     def _replayed(self, trace: Trace, steps: int = _STEPS) -> Fit:
-        return _fit(self._sized.in_memory(trace), self._question, self._allocator, steps)
+        return _fit(self._in_memory(trace), self._question, steps)
 
     def _with_workspaces(self, trace: Trace, steps: int) -> tuple[Any, Any]:
         return with_workspaces(*played(trace, steps), self._question.device)
@@ -244,29 +209,26 @@ class _Search:
         """Return the time for a sample; the last micro-batch of a global batch may be a smaller one."""
         device, total = self._question.device, self._question.global_batch_size or samples
         full, rest = divmod(total, samples)
-        seconds = step_seconds(self._sized.at(samples, modules), device, micro_steps=full)
+        seconds = step_seconds(self._at(samples, modules), device, micro_steps=full)
         if rest:
-            last = functools.partial(step_seconds, self._sized.at(rest, modules), device)
+            last = functools.partial(step_seconds, self._at(rest, modules), device)
             seconds += last(micro_steps=2) - last(micro_steps=1)
         return seconds / total
 
     def _row(self, modules: tuple[str, ...], samples: int, fit: Fit | None) -> Row:
         device, missing = self._question.device, 0
         samples = 0 if fit is None else samples
-        trace = self._sized.at(max(1, samples), modules)
-        in_memory = self._sized.in_memory(trace)
+        trace = self._at(max(1, samples), modules)
+        in_memory = self._in_memory(trace)
         if fit is None:
             fit = self._replayed(trace)
-            needed = smallest_cap_bytes(
-                *self._with_workspaces(in_memory, _STEPS), expandable_segments=self._allocator == EXPANDABLE
-            )
+            needed = smallest_cap_bytes(*self._with_workspaces(in_memory, _STEPS))
             missing = max(1, needed + fit.margin_bytes - device.available_bytes)
         return Row(
             device=device.name,
-            precision=self._sized.precision,
+            precision=self._precision,
             recompute="all" if modules else "none",
             modules=modules,
-            allocator=self._allocator,
             micro_batch_size=samples,
             live_bytes=live_peak(in_memory, GRANULE_BYTES),
             process_bytes=fit.process_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from holdfast.forecast.trace.events import DTYPES
+from holdfast.memory.recompute import tensors_of
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _WITHOUT_KERNEL_NAMES = """
@@ -56,12 +57,8 @@ class Operations:
             kind = self._kinds[func] = self._describe(func)
         if not kind.launches:
             return None
-        written: list[torch.Tensor] = []
-        _collect((out, *[args[position] for position in kind.written if position < len(args)]), written)
-        read: list[torch.Tensor] = []
-        _collect(args[1:] if kind.picks else args, read)
-        if kwargs:
-            _collect(kwargs.values(), read)
+        written = list(tensors_of((out, *[args[position] for position in kind.written if position < len(args)])))
+        read = list(tensors_of((args[1:] if kind.picks else args, kwargs)))
         moved = _bytes_of(read) + _bytes_of(written) * (2 if kind.picks else 1)
         flops = 0 if kind.formula is None else _evaluate(kind.formula, args, kwargs, out)
         return Operation(kind.name, flops, moved, _format(kind.single, read, written))
@@ -90,15 +87,6 @@ class Operations:
             single=DTYPES.index("tf32" if formula is not None and _takes_tf32(name) else "fp32"),
             written=written,
         )
-
-
-def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
-    """Append the tensors among these values and in their lists and tuples."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            _collect(value, found)
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:

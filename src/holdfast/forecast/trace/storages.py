@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from holdfast.forecast.trace.attribution import Places
 from holdfast.forecast.trace.recording import OTHER, Ledger, Recording
+from holdfast.memory.recompute import tensors_of
 
 
 class _Held(weakref.ref[torch.UntypedStorage]):
@@ -152,7 +153,7 @@ class Owners:
 
     def claim(self, tensors: Any, owner: str, module: int = 0) -> None:
         """Note who owns the storages of tensors, in nested lists, tuples and mappings."""
-        for tensor in tensors_in(tensors):
+        for tensor in tensors_of(tensors):
             if self._storages.hold(tensor, OTHER):
                 number = self._storages.number_of(tensor)
                 if number is not None:
@@ -190,17 +191,6 @@ class Owners:
     def _module_of(self, parameter: torch.Tensor) -> int:
         number = self._storages.number_of(parameter)
         return 0 if number is None else self._storages.ledger.module[number]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

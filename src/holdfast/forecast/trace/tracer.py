@@ -25,7 +25,8 @@ from holdfast.forecast.trace.attribution import Places
 from holdfast.forecast.trace.events import Assumption, Trace
 from holdfast.forecast.trace.operations import Operations
 from holdfast.forecast.trace.recording import BACKWARD, FORWARD, OPTIMIZER, OTHER, Ran, Recording, as_trace
-from holdfast.forecast.trace.storages import Owners, Storages, tensors_in
+from holdfast.forecast.trace.storages import Owners, Storages
+from holdfast.memory.recompute import tensors_of
 
 _DEVICE = torch.ops.prim.device.default
 ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None]
@@ -170,7 +171,7 @@ class Tracer(TorchDispatchMode):
         self._engine_ran = by_engine
         here = self._storages.hold_all(out, FORWARD if in_backward and records else phase)
         if here is None:
-            here = any(map(self._storages.is_here, tensors_in((args, kwargs))))
+            here = any(map(self._storages.is_here, tensors_of((args, kwargs))))
         if here and record is not None:
             scratch = self._scratch(func, args, kwargs, out)
             if scratch is not None:  # noted though it be 0 bytes: other batches may need some

@@ -33,8 +33,6 @@ from holdfast.loader.machine import cpu_quota
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.fetch import as_is
 
-_NAMED = 5
-"""Items that a message names; more are counted."""
 _PREFETCHED = 16
 """Items for each worker that may be under way or wait for a slower one before them; it bounds the memory."""
 _DRAWN = 100
@@ -79,7 +77,6 @@ class FeatureCache(Dataset[Any]):
         multiprocessing_context: str | None = None,
         seed: int = 0,
         progress: bool = True,
-        rebuild: bool = False,
     ) -> Self:
         """Compute ``fn(dataset[index])`` for each index that is not in the file yet, and open it.
 
@@ -102,8 +99,6 @@ class FeatureCache(Dataset[Any]):
             multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for python's default.
             seed: Decides, with the index, the random numbers that a sample and ``fn`` draw.
             progress: Whether to draw a bar on stderr.
-            rebuild: Throw away what is there and begin anew. The old file stays until the new one is complete. Leave
-                it out when a killed build is to be continued.
 
         Raises:
             LoaderError: H620 if the file was made from something else, H621 if somebody else is building it, H622 if
@@ -115,13 +110,13 @@ class FeatureCache(Dataset[Any]):
             raise _unusable(f"dataset={type(dataset).__name__}", "it needs __len__ and __getitem__, and an item")
         place, draft = Path(path).absolute(), Draft(Path(path).absolute())
         key = _key(version, parameters, seed, len(dataset))
-        if not rebuild and _is_finished(draft, key):
+        if _is_finished(draft, key):
             return cls(place)
         try:
             draft.acquire()
             try:
-                if rebuild or not _is_finished(draft, key):  # as it may be by now, by who had the lock
-                    _prepare(draft, key, rebuild=rebuild)
+                if not _is_finished(draft, key):  # as it may be by now, by who had the lock
+                    _prepare(draft, key)
                     workers = max(1, int(cpu_quota())) if num_workers is None else num_workers
                     items, method = _Computed(dataset, fn), multiprocessing_context
                     _fill(
@@ -146,19 +141,6 @@ class FeatureCache(Dataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
-
-    def verify(self) -> None:
-        """Read every item, at about 1.5 GB/s; H622 names those that are not what was written."""
-        bad = []
-        for index in range(len(self)):
-            try:
-                read_item(self._open(), self._contents, self.path, index)
-            except LoaderError:
-                bad.append(str(index))
-        if bad:
-            named = ", ".join(bad[:_NAMED])
-            what = f"{len(bad)} of {len(self)} items do not match their digests (items {named})"
-            raise failure(f"feature cache {self.path}: {what}", rule="H622")
 
     def _open(self) -> int:
         if self._descriptor < 0:
@@ -225,8 +207,6 @@ def _is_finished(draft: Draft, key: dict[str, str]) -> bool:
     except FileNotFoundError:
         return False
     os.close(descriptor)
-    if draft.key() == key:
-        return False  # a rebuild that was killed: by whoever did not trust the file, although it has this key
     _compare(f"feature cache {draft.path}", contents.key, key)
     return True
 
@@ -241,14 +221,12 @@ def _compare(which: str, there: dict[str, str], here: dict[str, str]) -> None:
         raise failure(f"{which} was made from something else: {'; '.join(found)}", rule="H620")
 
 
-def _prepare(draft: Draft, key: dict[str, str], *, rebuild: bool) -> None:
-    if rebuild:
-        with contextlib.suppress(FileNotFoundError):
-            os.close(open_finished(draft.path)[0])  # nothing is replaced but a feature cache
-    elif (there := draft.key()) is not None:
+def _prepare(draft: Draft, key: dict[str, str]) -> None:
+    there = draft.key()
+    if there is None:
+        draft.begin(key)
+    else:
         _compare(f"the unfinished build of feature cache {draft.path}", there, key)
-        return
-    draft.begin(key)
 
 
 def _fill(

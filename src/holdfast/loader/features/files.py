@@ -43,16 +43,16 @@ _MARK = "holdfast_feature_cache"
 _DATA_AT = 65536
 """Where the items begin. HDF5 aligns what is at least so large to multiples of it, so ``data`` begins there too."""
 _LIMITS = {
-    "H620": "a cache is read, continued and replaced only as what it is",
+    "H620": "a cache is read and continued only as what it is",
     "H621": "it has one writer, and can be read when all items are there",
     "H622": "an item is returned only if every byte verifies",
     "H623": "a feature cache holds the features of every item",
     "H624": "the file and a folder beside it must be readable, and writable while it is built",
 }
 _FIXES = {
-    "H620": "use another path, or pass rebuild=True to compute it anew; a file of another kind: remove it first.",
+    "H620": "use another path, or remove the file, and the folder <path>.building, to compute it anew.",
     "H621": "wait until that build is done, or call FeatureCache.build with the same arguments: it continues.",
-    "H622": "copy the file again from where it came, or pass rebuild=True; if it cannot be opened, remove it first.",
+    "H622": "copy the file again from where it came, or remove it and build it anew.",
     "H623": "correct the sample or fn and build again: what came before is kept. If fn computes other features now, "
     "pass another version=.",
     "H624": "free some space or give permission, then call FeatureCache.build again: what was computed is kept.",
@@ -151,7 +151,7 @@ class Draft:
     def finish(self, key: dict[str, str]) -> None:
         """Make the draft a HDF5 file, flush it, and give it its name."""
         data_bytes, index = max(self._end, _DATA_AT), hashlib.sha256(self._index).hexdigest()
-        # The digest of the index makes a rebuild of the same key with other features another file.
+        # The digest of the index makes one of the same key with other features another file.
         about = {"format": _FORMAT, "length": self.length, "data_bytes": data_bytes, "index": index, "key": key}
         if free_bytes(self.directory) < (needed := 2 * len(self._index) + 2**20):
             raise OSError(errno.ENOSPC, f"no space left on device, the index needs {needed} bytes more")

@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
-from holdfast.core.containers import children_of
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.plan import Entry
 from holdfast.loader.quarantine import key_of, last_line
@@ -36,10 +33,9 @@ _DRAW_NOTHING = (default_collate, default_convert)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A sample that could not be used, twice: it ``"raised"`` or is ``"non-finite"``."""
+    """A sample that raised, twice."""
 
     index: Any
-    kind: str
     text: str
     error: bytes | None = None
 
@@ -85,8 +81,8 @@ def failure_of(index: Any, error: BaseException) -> Failure:
         pickled = bytes(ForkingPickler.dumps(error))
         same = type(ForkingPickler.loads(pickled)) is type(error)
     except Exception:  # noqa: BLE001 - an exception class may do anything here
-        return Failure(index=index, kind="raised", text=text)
-    return Failure(index=index, kind="raised", text=text, error=pickled if same else None)
+        return Failure(index=index, text=text)
+    return Failure(index=index, text=text, error=pickled if same else None)
 
 
 def as_error(failure: Failure, report: Report) -> Exception:
@@ -96,7 +92,7 @@ def as_error(failure: Failure, report: Report) -> Exception:
     if not isinstance(error, Exception) or isinstance(error, StopIteration):
         lines = failure.text.strip().splitlines()
         error = LoaderError(
-            f"the batch of {which} cannot be made: {lines[-1] if lines else failure.kind}",
+            f"the batch of {which} cannot be made: {lines[-1] if lines else 'it raised'}",
             limit="no other sample can stand in for what is missing",
             fix="repair the dataset or collate_fn; the note below shows where it failed.",
             rule="H613",
@@ -131,24 +127,6 @@ def shortage_in(error: BaseException) -> str | None:
     return None
 
 
-def find_nonfinite(sample: Any, place: str = "sample") -> str | None:
-    """Return where in a sample there is a NaN or Inf, or None; sparse, quantized and nested tensors are not read."""
-    children = children_of(sample)
-    if children is not None:
-        found = (find_nonfinite(child, f"{place}[{key!r}]") for key, child in children.items())
-        return next((where for where in found if where is not None), None)
-    count = 0
-    if isinstance(sample, torch.Tensor):
-        plain = sample.layout is torch.strided and not (sample.is_meta or sample.is_nested)
-        if plain and (sample.is_floating_point() or sample.is_complex()):
-            # Floats of 8 bits cannot be looked at as they are.
-            count = int((~torch.isfinite(sample if sample.itemsize > 1 else sample.float())).sum())
-    elif isinstance(sample, (np.ndarray, np.floating, np.complexfloating, float, complex)):
-        array = np.asarray(sample)
-        count = int(array.size - np.isfinite(array).sum()) if array.dtype.kind in "fc" else 0
-    return f"{place} holds {count} NaN or Inf" if count else None
-
-
 class Fetcher(Dataset[Any]):
     """A map-style dataset whose keys are entries and whose items are batches with reports.
 
@@ -158,7 +136,6 @@ class Fetcher(Dataset[Any]):
         collate: The user's collate function.
         board: Where a worker shows what it is doing, or None.
         replaces: Whether a bad sample is tried again and then replaced; else its exception ends the batch.
-        check_finite: Whether a sample with NaN or Inf is a bad one.
         draws: As `LazySeeding`.
     """
 
@@ -170,7 +147,6 @@ class Fetcher(Dataset[Any]):
         board: Board | None = None,
         *,
         replaces: bool = True,
-        check_finite: bool = False,
         draws: bool = False,
     ) -> None:
         self.dataset = dataset
@@ -178,7 +154,6 @@ class Fetcher(Dataset[Any]):
         self.collate = collate
         self.board = board
         self.replaces = replaces
-        self.check_finite = check_finite
         self._seeds = SampleSeeds(seed)
         self._lazy = LazySeeding(draws)
         self._own_cells: Cells = None  # of the worker that this is in
@@ -255,10 +230,7 @@ class Fetcher(Dataset[Any]):
                 if cells is not None:
                     cells[PLACE] = place
                 self._lazy.seed(seeds[place])
-                sample = self.dataset[index]
-                if self.check_finite and find_nonfinite(sample) is not None:
-                    break
-                samples.append(sample)
+                samples.append(self.dataset[index])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - looked at when it is tried again
             let_through(error)
         return samples
@@ -290,7 +262,7 @@ class Fetcher(Dataset[Any]):
                     bad.add(key_of(candidate))
             else:
                 text = f"every sample that could stand in for sample {index!r} is bad too"
-                fatal = last or Failure(index=index, kind="raised", text=text)
+                fatal = last or Failure(index=index, text=text)
                 return Report(entry.number, entry.indices, tuple(failures), fatal)
         return Report(entry.number, tuple(found), tuple(failures))
 
@@ -300,15 +272,10 @@ class Fetcher(Dataset[Any]):
         shortage: str | None = None
         for _ in range(tries):
             try:
-                sample = self._read(entry, place, index)
+                return self._read(entry, place, index), None, None
             except (Exception, SystemExit) as error:  # noqa: BLE001 - reported
                 let_through(error)
                 failure, shortage = failure_of(index, error), shortage_in(error)
-                continue
-            where = find_nonfinite(sample) if self.check_finite else None
-            if where is None:
-                return sample, None, None
-            failure, shortage = Failure(index=index, kind="non-finite", text=where), None
         return None, failure, shortage
 
     def _seed_of(self, entry: Entry, place: int, index: Any) -> int:

@@ -112,7 +112,7 @@ class MapSource(Source):
         _, self.position = self._out.pop(report.number)
         if report.fatal is None or report.fatal.index is None:
             for failure in report.failures:
-                self.quarantine(failure.index, failure.kind, failure.text)
+                self.quarantine(failure.index, "raised", failure.text)
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
         """Leave a sample out from now on, and say so; H612 if that would be one too many."""
