@@ -447,7 +447,7 @@ for batch in guard.batches(max_epochs=1):
 
 
 def test_a_guarded_run_that_got_further_is_no_repetition(supervise, tmp_path):
-    """Each start dies after 22 steps of its own, and resumes where the one before had saved: it goes on to the end."""
+    """Each start dies after 22 steps of its own, and resumes where that had saved: it goes on to the end."""
     run = supervise(command=[sys.executable, "-c", GUARDED_THRICE, str(tmp_path / "guard")])
     code, _, err = run.end()
     assert code == 0, err
