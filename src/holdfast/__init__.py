@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from holdfast.loader.loader import DataLoader
     from holdfast.numerics.learning_rate import advise_learning_rate
     from holdfast.numerics.loss import Loss
+    from holdfast.recorder.scalars import log
 
 _HOMES = {
     "BatchError": "core.errors",
@@ -50,6 +51,7 @@ _HOMES = {
     "TwoPass": "guard.splitting.two_pass",
     "__version__": "core.version",
     "advise_learning_rate": "numerics.learning_rate",
+    "log": "recorder.scalars",
     "watch": "learning.watch",
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "TwoPass",
     "__version__",
     "advise_learning_rate",
+    "log",
     "watch",
 ]
 

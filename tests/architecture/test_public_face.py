@@ -42,6 +42,7 @@ def test_the_exported_names() -> None:
         "TwoPass",
         "__version__",
         "advise_learning_rate",
+        "log",
         "watch",
     ]
     assert dir(holdfast) == sorted(holdfast.__all__)
@@ -75,7 +76,7 @@ def test_the_arguments_of_the_guard() -> None:
     public = {name for name in vars(holdfast.Guard) if not name.startswith("_")}
     assert public == {
         "add_image", "batches", "best", "close", "emit", "epoch", "epochs_validated", "evaluate", "events",
-        "global_step", "request_stop", "statistics", "step", "stop_reason", "validated",
+        "global_step", "log", "request_stop", "statistics", "step", "stop_reason", "validated",
     }  # fmt: skip
 
 

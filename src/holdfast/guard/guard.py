@@ -40,6 +40,7 @@ from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
+from holdfast.recorder.scalars import checked
 
 
 class Guard:
@@ -380,6 +381,23 @@ class Guard:
         self._record.emit(data)
         if isinstance(data, run_events.Aligned):
             self._engine.diagnosis.aligned(data.facts())
+
+    def log(self, values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any) -> None:
+        """Record numbers of your own, with step, epoch and time; the report, `watch` and `metrics` show them.
+
+        The newest 32,768 values of a process are kept, also after ``kill -9``. Once the guard is closed, as at the
+        end of `batches`, each call takes the run directory for a moment. `holdfast.log` does the same from anywhere.
+
+        Args:
+            values: By name: numbers, or tensors of one element. One on a device is read, which waits for it.
+            split: Such as ``"validation"``; what is shown is ``split/name``, of at most 64 bytes of UTF-8.
+            **more: Further values by name, such as ``accuracy=0.93``. NaN and Inf are values.
+
+        Raises:
+            PolicyError: H117, for a value that is no number, or a name that is empty or too long. A full disk raises
+                nothing. RunDirectoryError: H301, if the guard is closed and another run has taken the directory.
+        """
+        self._session.log(checked(values, split, more))
 
     def add_image(self, tag: str, image: Any) -> None:
         """Keep an image of this step, such as a grid of samples; the report shows the newest of each tag.

@@ -62,9 +62,9 @@ def not_recorded_any_more(directory: Path) -> str:
     return ""
 
 
-def words_of_lost(count: int, step: int) -> str:
-    """Return what to say of so many records of steps that were overwritten; `step`: the oldest that is left."""
-    return f"the steps before step {step:,} are not recorded any more: {count:,} older records were overwritten"
+def words_of_lost(count: int, step: int, what: str = "steps") -> str:
+    """Return what to say of so many records that were overwritten; `step`: that of the oldest that is left."""
+    return f"the {what} before step {step:,} are not recorded any more: {count:,} older records were overwritten"
 
 
 def read_events(directory: Path) -> list[Event]:

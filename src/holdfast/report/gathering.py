@@ -18,7 +18,8 @@ from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import Standing, read_board, read_samples
-from holdfast.recorder.reader import not_recorded_any_more, read_steps
+from holdfast.recorder.reader import not_recorded_any_more, read_steps, words_of_lost
+from holdfast.recorder.ring import read_ring
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     FAULTHANDLER_FILE,
@@ -28,10 +29,18 @@ from holdfast.recorder.run_files import (
     STACKS_FOLDER,
     SUPERVISED_FILE,
 )
+from holdfast.recorder.scalars import SCALARS_FILE, scalar_of
 from holdfast.report.images import read_images
 from holdfast.report.run_follower import RunFollower
 from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot
-from holdfast.report.series import MOST_POINTS, columns_of_marks, columns_of_samples
+from holdfast.report.series import (
+    MOST_LOGGED,
+    MOST_POINTS,
+    Series,
+    columns_of_marks,
+    columns_of_samples,
+    columns_of_scalars,
+)
 from holdfast.report.sources import CHECKPOINTS_FOLDER, EventSeen, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
@@ -128,8 +137,9 @@ def _processes(sources: list[Source], events: list[EventSeen], reading: _Reading
 
 def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
     samples = reading.listed(read_samples, source.directory / SAMPLES_FILE)
+    logged = _logged(source, most, reading)
     if not samples:
-        return None
+        return Lane(label=source.label, columns=logged) if logged else None
     reading.note_lost(source)
     first, newest = samples[0], samples[-1]
     return Lane(
@@ -138,8 +148,21 @@ def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
         last_step=newest.step,
         begun=first.unix_seconds - (first.seconds if 0 <= first.seconds < _LONGEST_STEP else 0.0),
         ended=newest.unix_seconds,
-        columns=columns_of_samples(samples, most),
+        columns=columns_of_samples(samples, most) | logged,
     )
+
+
+def _logged(source: Source, most: int, reading: _Reading) -> dict[str, Series]:
+    """Return the curves of what a process or a guard logged of its own."""
+    records = reading.listed(read_ring, source.directory / SCALARS_FILE)
+    scalars = [scalar for scalar in map(scalar_of, records) if scalar is not None]
+    if scalars and records[0].sequence > 1:
+        words = words_of_lost(records[0].sequence - 1, scalars[0].step, "logged values")
+        reading.problems.append(f"of {source.label} {words}")
+    names = len({scalar.name for scalar in scalars})
+    if names > MOST_LOGGED:
+        reading.problems.append(f"of {source.label} the first {MOST_LOGGED} of {names} logged names are drawn")
+    return columns_of_scalars(scalars, most)
 
 
 def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) -> list[Lane]:
@@ -151,15 +174,16 @@ def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) 
         marks = reading.listed(read_steps, source.directory)
         ended = [mark for mark in marks if mark.mark is not StepMark.BEGUN]
         columns = {name: each for name, each in columns_of_marks(ended).items() if name not in known}
-        if ended and columns:
+        columns |= _logged(source, MOST_POINTS, reading)
+        if columns:
             found.append(
                 Lane(
                     label=source.label,
-                    steps=len(ended),
-                    last_step=ended[-1].global_step,
-                    begun=marks[0].unix_seconds,
-                    ended=marks[-1].unix_seconds,
                     columns=columns,
+                    steps=len(ended),
+                    last_step=ended[-1].global_step if ended else 0,
+                    begun=marks[0].unix_seconds if ended else None,
+                    ended=marks[-1].unix_seconds if ended else None,
                 )
             )
     return found

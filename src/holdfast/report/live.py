@@ -25,6 +25,7 @@ from holdfast.report.watching import Watched
 REFRESH_SECONDS = 0.5
 _MOST_PROCESSES = 16
 _MOST_EVENTS = 8
+_MOST_SCALARS = 6
 _WIDE = 110
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {
@@ -64,6 +65,8 @@ def draw(run: RunSnapshot, width: int) -> RenderableType:
         parts.append(Text("no Python process was seen yet", style="dim"))
     if len(processes) > len(shown):
         parts.append(Text(f"and {len(processes) - len(shown)} more processes", style="dim"))
+    if run.scalars:
+        parts.append(_scalars(run))
     if run.events:
         parts.append(_events(run))
     if run.verdict is not None:
@@ -90,10 +93,10 @@ def _head(run: RunSnapshot) -> Panel:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
-        numeric = name in {"since", "step", "steps/s", "wait", "loss", "grad norm", "lr", "host", "device"}
+        numeric = name in {"since", "step", "steps/s", "value", "wait", "loss", "grad norm", "lr", "host", "device"}
         table.add_column(
             name, justify="right" if numeric else "left", no_wrap=True, overflow="ellipsis",
-            ratio=1 if name in {"process", "what"} else None,
+            ratio=1 if name in {"process", "what", "logged"} else None,
         )  # fmt: skip
     return table
 
@@ -148,6 +151,13 @@ def _training(processes: Sequence[ProcessSnapshot], width: int) -> Table:
 
 def _memory(count: int) -> Text:
     return Text(size(count) if count else "")
+
+
+def _scalars(run: RunSnapshot) -> Table:
+    table = _table("logged", "value", "step")
+    for scalar in run.scalars[: -_MOST_SCALARS - 1 : -1]:
+        table.add_row(Text(sanitise(scalar.name, most=70)), _value(scalar.value, 6), Text(f"{scalar.step:,}"))
+    return table
 
 
 def _events(run: RunSnapshot) -> Table:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.run_files import ProcessInfo
+from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News
 from holdfast.report.sources import EventSeen
 
@@ -32,11 +33,11 @@ class Lane:
     """
 
     label: str
-    steps: int
-    last_step: int
-    begun: float | None
-    ended: float | None
     columns: Mapping[str, Series]
+    steps: int = 0
+    last_step: int = 0
+    begun: float | None = None
+    ended: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +85,9 @@ class RunSnapshot:
 
     `processes`: the page's by their start, `watch`'s of the newest attempt with trainers first. `events`, oldest
     first: of a frequent kind the page has the first and the last (`left_out_events` counts the others), `watch` the
-    newest. `news`: what each source has recorded since the look before. `stacks`: name and text. `problems`: what
-    could not be read, one sentence each. `now` and `newest` (what was recorded last) are Unix times.
+    newest. `scalars`: `watch`'s newest of each name that was logged lately, newest last. `news`: what each source has
+    recorded since the look before. `stacks`: name and text. `problems`: what could not be read, one sentence each.
+    `now` and `newest` (what was recorded last) are Unix times.
     """
 
     path: Path
@@ -98,6 +100,7 @@ class RunSnapshot:
     events: tuple[EventSeen, ...] = ()
     left_out_events: Mapping[str, int] = field(default_factory=dict)
     verdict: Verdict | None = None
+    scalars: tuple[Scalar, ...] = ()
     news: tuple[News, ...] = ()
     lanes: tuple[Lane, ...] = ()
     checkpoints: tuple[CheckpointSeen, ...] = ()

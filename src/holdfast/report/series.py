@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.reader import StepRecord
+from holdfast.recorder.scalars import Scalar
 
 Numbers = NDArray[np.float64]
 
 # A screen has some 4,000 columns of pixels at most; four points for each of 500 buckets are enough to draw a curve
 # of any length as an eye would see it, and to zoom in by a factor of several.
 MOST_POINTS = 2000
+LOGGED = "logged: "  # before the name of a curve that the script named
+MOST_LOGGED = 24  # panels
 _SHARE_BUCKETS = 400
 
 
@@ -89,6 +92,16 @@ def columns_of_samples(samples: Sequence[StepSample], most: int = MOST_POINTS) -
         sizes = np.array([getattr(each, name) or math.nan for each in samples], np.float64)
         found[name] = series(steps, sizes, most=most)
     return {name: each for name, each in found.items() if each is not None}
+
+
+def columns_of_scalars(scalars: Sequence[Scalar], most: int = MOST_POINTS) -> dict[str, Series]:
+    """Return the curves of the first names that a script logged, each after `LOGGED`, with half of the points."""
+    by_name: dict[str, list[Scalar]] = {}
+    for each in scalars:
+        if each.name in by_name or len(by_name) < MOST_LOGGED:
+            by_name.setdefault(each.name, []).append(each)
+    found = {name: _columns(those, "step", ("value",), most // 2)["value"] for name, those in by_name.items()}
+    return {LOGGED + name: each for name, each in found.items() if each is not None}
 
 
 def columns_of_marks(records: Sequence[StepRecord], most: int = MOST_POINTS) -> dict[str, Series]:

@@ -24,6 +24,7 @@ from holdfast.recorder.run_files import (
     process_is_stopped,
     process_lives,
 )
+from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News, RunFollower
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State
 from holdfast.report.sources import EventSeen, Source, ran_here, read_json
@@ -31,6 +32,7 @@ from holdfast.report.verdicts import verdict_from
 
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
+_KEPT_SCALARS = 50
 _RATE_SAMPLES = 50
 LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
 # A run has ended when nobody holds its lock, its processes are gone and it says nothing any more for this long.
@@ -46,6 +48,7 @@ class Watched:
         self._follower = RunFollower(run)
         self._history: dict[Path, deque[StepSample]] = {}
         self._events: deque[EventSeen] = deque(maxlen=_KEPT_EVENTS)
+        self._scalars: dict[str, Scalar] = {}
         self._supervisor_said = ""
         self._attempt = 0
         # On the monotonic clock: when this began to look, and when the run last gave a sign of life.
@@ -84,6 +87,7 @@ class Watched:
             newest=self._newest or None,
             processes=tuple(processes),
             events=tuple(self._events),
+            scalars=tuple(self._scalars.values()),
             verdict=verdict_from(verdict) if verdict else None,
             news=tuple(news),
             problems=(*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])),
@@ -95,6 +99,9 @@ class Watched:
             source = news.source
             self._last_sign = max(self._last_sign, self._recorded_at(news))
             self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(news.samples)
+            for scalar in news.scalars:
+                self._scalars.pop(scalar.name, None)  # so that the newest is the last
+                self._scalars[scalar.name] = scalar
             for event in news.events:
                 arrived.append(EventSeen(source=source.label, event=event))
                 attempt = event.data.get("attempt")
@@ -102,11 +109,14 @@ class Watched:
                     self._supervisor_said = event.kind
                     if isinstance(attempt, int) and event.kind != "restart":  # which only announces it
                         self._attempt = max(self._attempt, attempt)
+        for name in list(self._scalars)[:-_KEPT_SCALARS]:
+            del self._scalars[name]
         self._events.extend(sorted(arrived, key=lambda seen: seen.event.unix_seconds))
 
     def _recorded_at(self, news: News) -> float:
         """Return when the newest of it was recorded, on the monotonic clock: what is new here may be of last week."""
-        times = [sample.unix_seconds for sample in news.samples] + [event.unix_seconds for event in news.events]
+        times = [each.unix_seconds for each in news.samples] + [each.unix_seconds for each in news.events]
+        times += [each.unix_seconds for each in news.scalars]
         self._newest = max([self._newest, *times])
         ago = self._clock.unix_seconds() - max(times, default=0.0)
         return self._clock.monotonic_seconds() - max(0.0, ago)

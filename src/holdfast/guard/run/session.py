@@ -46,6 +46,7 @@ from holdfast.memory.host_memory import available_bytes
 from holdfast.numerics.gradients import local
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording
+from holdfast.recorder.scalars import Found, guard_closed, guard_opened
 
 _CHANGED = "the weights, buffers or moments were changed without a step, so they are not those of the training"
 
@@ -113,6 +114,7 @@ class Session:
             raise
         self.state.open()
         self.ranks.open()
+        guard_opened(self)
 
     def check_not_in_step(self) -> None:
         """Raise H209 if a loss function makes a step itself."""
@@ -141,7 +143,23 @@ class Session:
             self.record.close(how)
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
+            guard_closed(self)
             self.state.close()
+            self._directory.release()
+
+    def log(self, found: Found, step: int | None = None, epoch: int | None = None) -> None:
+        """Record scalars at the present step and epoch, or at those that are given; H301 as `Guard.log`."""
+        step = self.record.global_step if step is None else step
+        if epoch is None and self.cursor is not None:
+            epoch = self.cursor.epoch
+        if self.is_open:
+            self.record.scalars.write(found, step, epoch)
+            return
+        self._directory.acquire()  # what is measured after the end of the loop is of this run too
+        try:
+            self.record.scalars.write(found, step, epoch)
+            self.record.scalars.close()
+        finally:
             self._directory.release()
 
     def statistics(self) -> Statistics:

@@ -36,7 +36,7 @@ _MOST_IN_A_BATCH = 1000  # limit of MLflow's log_batch
 
 
 class JsonLines:
-    """Append an object for each step and event to a file, or print it. What is not finite is a text such as "NaN"."""
+    """Append an object for each step, logged value and event to a file, or print it; NaN and Infinity are texts."""
 
     def __init__(self, target: str) -> None:
         self.name = f"JSON lines in {target}"
@@ -46,14 +46,16 @@ class JsonLines:
     def write(self, points: list[Point], events: list[Happened]) -> None:
         """Append lines, and flush them."""
         for point in points:
+            scalar = point.scalar
+            own = {} if scalar is None else {"epoch": scalar.epoch, "name": scalar.name, "value": scalar.value}
             self._line(
-                kind="step",
+                kind="scalar" if own else "step",
                 time=round(point.unix_seconds, 6),
                 process=point.process,
                 rank=point.rank,
                 attempt=point.attempt,
                 step=point.step,
-                **point.values,
+                **(own or point.values),
             )
         for happened in events:
             event = happened.event
@@ -96,7 +98,7 @@ class TensorBoard:
         for point in points:
             writer = self._writer(point.process, point.attempt)
             for name, value in point.values.items():
-                writer.add_scalar(_TAGS.get(name, name), value, point.step, walltime=point.unix_seconds)
+                writer.add_scalar(sanitise(_TAGS.get(name, name)), value, point.step, walltime=point.unix_seconds)
         for happened in events:
             event = happened.event
             facts = "\n".join(f"    {sanitise(key)}: {sanitise(value)}" for key, value in event.data.items())
@@ -137,7 +139,7 @@ class WandbRun:
     def write(self, points: list[Point], events: list[Happened]) -> None:
         """Log each step; events are counted by kind."""
         for point in points:
-            values = {f"{point.process}/{name}": value for name, value in point.values.items()}
+            values = {f"{point.process}/{sanitise(name)}": value for name, value in point.values.items()}
             self._run.log({**values, "step": point.step, "attempt": point.attempt})
         for happened in events:
             key = f"events/{happened.event.kind}"
@@ -166,7 +168,7 @@ class MlflowRun:
     def write(self, points: list[Point], events: list[Happened]) -> None:
         """Log metrics in batches; events are counted by kind."""
         metrics = [
-            self._metric(f"{_key(point.process)}/{name}", value, round(point.unix_seconds * 1000), point.step)
+            self._metric(f"{_key(point.process)}/{_path(name)}", value, round(point.unix_seconds * 1000), point.step)
             for point in points
             for name, value in point.values.items()
         ]
@@ -181,6 +183,11 @@ class MlflowRun:
     def close(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._run)
+
+
+def _path(name: str) -> str:
+    """Return a name as a path that MLflow allows."""
+    return "/".join(_key(part) for part in name.split("/") if part.strip(".")) or "_"
 
 
 def _key(text: str) -> str:

@@ -13,6 +13,7 @@ from holdfast.core.clock import SystemClock
 from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.progress import StepSample
+from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News
 from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import Source
@@ -26,6 +27,7 @@ _log = logging.getLogger("holdfast")
 class Point:
     """What one process measured at one step; what was not read is not among the values.
 
+    `scalar`: what the script logged of its own; `values` has it under its name, after ``logged/`` if that is ours.
     `process` is "rank 3", or "trainer" where there are no ranks: the same in every attempt, which count from 0.
     """
 
@@ -35,6 +37,7 @@ class Point:
     step: int
     unix_seconds: float
     values: Mapping[str, float]
+    scalar: Scalar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,33 +137,44 @@ class _Naming:
 
     def __init__(self) -> None:
         self._names: dict[Path, str] = {}
-        self._taken: dict[tuple[int, str], int] = {}
+        self._taken: dict[tuple[int, str, str], int] = {}
         self._observed = False
 
     def points(self, news: News) -> list[Point]:
-        """Return the points of a source; none of a guard whose process is observed, which says more."""
+        """Return the points of a source; no steps of a guard whose process is observed, which says more."""
         source = news.source
         self._observed = self._observed or (source.kind == "process" and bool(news.samples))
-        if source.kind != "process" and self._observed:
-            return []
+        told: list[StepSample | Scalar] = list(news.scalars)
+        if source.kind == "process" or not self._observed:
+            told = [*news.samples, *told]
         return [
             Point(
                 process=self._name(source),
                 rank=source.rank,
                 attempt=source.attempt,
-                step=sample.step,
-                unix_seconds=sample.unix_seconds,
-                values=_values(sample),
+                step=each.step,
+                unix_seconds=each.unix_seconds,
+                values=_values(each) if isinstance(each, StepSample) else {_named(each): each.value},
+                scalar=each if isinstance(each, Scalar) else None,
             )
-            for sample in news.samples
+            for each in told
         ]
 
     def _name(self, source: Source) -> str:
         if source.directory not in self._names:
             name = "trainer" if source.rank is None else f"rank {source.rank}"
-            number = self._taken[source.attempt, name] = self._taken.get((source.attempt, name), 0) + 1
+            key = source.attempt, source.kind, name  # a guard's are those of the process that it is in
+            number = self._taken[key] = self._taken.get(key, 0) + 1
             self._names[source.directory] = name if number == 1 else f"{name} ({number})"
         return self._names[source.directory]
+
+
+_OF_STEPS = ("loss", "grad_norm", "learning_rate", "step_seconds", "wait_share", "host_memory_bytes",
+             "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes")  # fmt: skip
+
+
+def _named(scalar: Scalar) -> str:
+    return f"logged/{scalar.name}" if scalar.name in _OF_STEPS else scalar.name
 
 
 def _values(sample: StepSample) -> dict[str, float]:

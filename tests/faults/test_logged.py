@@ -1,0 +1,215 @@
+"""What scripts log by clients and frameworks is recorded where they log it, once, and outlives a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.cli.main import make_app
+from holdfast.supervise.observe.environment import observing
+
+# The part of W&B that a script meets: `init` puts the method of the run into the module.
+WANDB = {
+    "__init__": "from wandb.sdk.wandb_run import Run\n"
+    "def init():\n global log\n run = Run(); log = run.log\n return run\n",
+    "sdk/__init__": "",
+    "sdk/wandb_run": "class Run:\n"
+    " def log(self, data, step=None, commit=None):\n"
+    "  if not isinstance(data, dict): raise ValueError('a dict')\n",
+}
+HEAD = """
+import os, signal, sys
+import torch
+import holdfast
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step():
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def ran(tmp_path: Path, text: str, *, observed: bool = True, ends: int = 0) -> str:
+    """Run a script in a place of its own with the stub of W&B; return what it printed."""
+    for name, source in WANDB.items():
+        path = tmp_path / "stubs" / "wandb" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    (tmp_path / "script.py").write_text(HEAD + text)
+    run = tmp_path / "run"
+    run.mkdir(exist_ok=True)
+    theirs = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "stubs"), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=observing(theirs, run, 0) if observed else theirs,
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == ends, done.stdout + done.stderr
+    assert not [path.read_text() for path in run.glob("processes/failed-*")]
+    return done.stdout
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """Return what `holdfast metrics --jsonl -` prints of scalars."""
+    done = CliRunner().invoke(make_app("metrics"), ["metrics", str(run), "--jsonl", "-"])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
+    return [line for line in lines if line["kind"] == "scalar"]
+
+
+def test_the_clients_of_a_script_that_is_killed(tmp_path: Path) -> None:
+    """Numbers of SummaryWriter, W&B and `holdfast.log` are there after kill -9, and what is none disturbs nobody."""
+    pytest.importorskip("tensorboardX")
+    text = """
+import wandb
+from tensorboardX import SummaryWriter
+writer, run = SummaryWriter("tb"), wandb.init()
+holdfast.log(early=1)
+step(); step()
+writer.add_scalar("val/wer", torch.tensor([0.25]), 40)
+writer.add_scalar("val/wer", scalar_value=float("nan"), global_step=None)
+writer.add_scalars("both", {"a": 1, "b": 2}, 7)
+wandb.log({"loss": 0.5, "eval": {"cer": {"beam": 0.125}}, "text": "no", "x" * 99: 3, "": 1}, step=9)
+run.log({"lr": 1}, commit=False)
+for wrong in (lambda: run.log("no dict"), lambda: writer.add_scalar(), lambda: holdfast.log(a="text")):
+    try:
+        wrong()
+    except (ValueError, TypeError) as error:
+        print(type(error).__name__)
+holdfast.log({"wer": 0.5}, split="test")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert ran(tmp_path, text, ends=-signal.SIGKILL).split() == ["ValueError", "TypeError", "PolicyError"]
+    found = [(line["name"], line["value"], line["step"]) for line in logged(tmp_path / "run")]
+    assert found == [
+        ("early", 1.0, 0), ("val/wer", 0.25, 40), ("val/wer", "NaN", 2), ("both/a", 1.0, 7), ("both/b", 2.0, 7),
+        ("loss", 0.5, 9), ("eval/cer/beam", 0.125, 9), ("x" * 64, 3.0, 9), ("lr", 1.0, 2), ("test/wer", 0.5, 2),
+    ]  # fmt: skip
+    assert {(line["process"], line["rank"], line["epoch"]) for line in logged(tmp_path / "run")} == {
+        ("trainer", None, None)
+    }
+
+
+def test_a_guard_and_an_observer_record_a_value_once(tmp_path: Path) -> None:
+    """While a guard is open all goes to it, before and after it to the observer; without either nowhere."""
+    text = """
+import wandb
+run = wandb.init()
+run.log({"before": 1})
+with holdfast.Guard("guarded", model=model, optimizer=optimizer, save_interval_steps=None) as guard:
+    guard.step(torch.ones(1, 2), lambda x: model(x).sum())
+    guard.log(own=1)
+    holdfast.log(by_function=2)
+    run.log({"by_client": 3}, step=8)
+run.log({"after": 4})
+"""
+    ran(tmp_path, text, observed=False)
+    assert [line["name"] for line in logged(tmp_path / "guarded")] == ["own", "by_function"]
+    assert not list((tmp_path / "run").iterdir())
+    ran(tmp_path, text)
+    found = logged(tmp_path / "run")
+    assert sorted((line["name"], line["step"], line["process"]) for line in found[-5:]) == [
+        ("after", 1, "trainer"), ("before", 0, "trainer"), ("by_client", 8, "trainer"), ("by_function", 1, "trainer"),
+        ("own", 1, "trainer"),
+    ]  # fmt: skip
+
+
+FRAMEWORKS = {
+    "transformers": """
+from transformers import Trainer, TrainingArguments
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__(); self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x, labels): return {"loss": (self.layer(x)[:, 0] - labels).square().mean()}
+data = [{"x": torch.ones(2), "labels": torch.tensor(1.0)}] * 8
+arguments = TrainingArguments("out", max_steps=4, logging_steps=2, use_cpu=True, report_to=[], disable_tqdm=True,
+                              save_strategy="no", per_device_train_batch_size=2)
+if GUARDED:
+    from holdfast.integrations.transformers import HoldfastTrainer as Trainer
+trainer = Trainer(Model(), arguments, train_dataset=data)
+trainer.train()
+for entry in trainer.state.log_history:
+    if "loss" in entry:
+        print(entry["step"], entry["loss"])
+""",
+    "lightning": """
+import lightning.pytorch as pl
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__(); self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss)
+        if self.global_step % 2: print(self.global_step + 1, loss.item())
+        return loss
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
+given = {}
+if GUARDED:
+    from holdfast.integrations.lightning import HoldfastStrategy
+    given = {"strategy": HoldfastStrategy()}
+trainer = pl.Trainer(max_steps=4, log_every_n_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+                     enable_checkpointing=False, enable_model_summary=False, **given)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2))
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_a_framework_logs(tmp_path: Path, framework: str, guarded: bool, observed: bool) -> None:
+    """Its losses are recorded once at its steps, by the observer or the integration; by nobody without both."""
+    pytest.importorskip(framework)
+    text = FRAMEWORKS[framework].replace("GUARDED", str(guarded))
+    printed = [
+        line.split() for line in ran(tmp_path, text, observed=observed).splitlines() if line.startswith(("2 ", "4 "))
+    ]
+    if not (observed or guarded):
+        assert not list(tmp_path.rglob("scalars.ring"))
+        return
+    (ring,) = tmp_path.rglob("scalars.ring")
+    run = tmp_path / "run" if observed else ring.parents[2]
+    found = [(line["step"], line["value"]) for line in logged(run) if line["name"] == "loss"]
+    assert found == [(2, pytest.approx(float(printed[0][1]))), (4, pytest.approx(float(printed[1][1])))]
+    assert ("recorder" in ring.parts) is guarded
+
+
+def test_torch_s_own_writer(tmp_path: Path) -> None:
+    """The class of `torch.utils.tensorboard` is known by the module that defines it."""
+    pytest.importorskip("tensorboard")
+    text = """
+from torch.utils.tensorboard import SummaryWriter
+writer = SummaryWriter("tb")
+writer.add_scalar("a", 0.5, 3)
+writer.add_scalars("b", {"c": 1}, 4)
+writer.close()
+"""
+    ran(tmp_path, text)
+    assert [(line["name"], line["value"], line["step"]) for line in logged(tmp_path / "run")] == [
+        ("a", 0.5, 3),
+        ("b/c", 1, 4),
+    ]
+
+
+@pytest.mark.slow
+def test_accelerate_s_log(tmp_path: Path) -> None:
+    """Values of `Accelerator.log` are recorded without a tracker, with and without a guard, once."""
+    pytest.importorskip("accelerate")
+    text = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, project_dir="project")
+accelerator.log({"bare": 1.0}, step=5)
+from holdfast.integrations.accelerate import accelerate_guard
+with accelerate_guard(accelerator, model=model, optimizer=optimizer) as guard:
+    accelerator.log({"guarded": 2.0})
+"""
+    ran(tmp_path, text)
+    assert [(line["name"], line["step"]) for line in logged(tmp_path / "run")] == [("bare", 5), ("guarded", 0)]
