@@ -95,7 +95,7 @@ def test_a_damaged_file_costs_its_values_only(tmp_path: Path, at: int, data: byt
     whole = (folder / SCALARS_FILE).read_bytes()
     (folder / SCALARS_FILE).write_bytes(whole[:at] + (data + whole[at + len(data) :] if data else b""))
     assert len(gather(run).lanes) == 1
-    assert copied(run, jsonl=tmp_path / "out").points in range(1, 5)
+    assert copied(run, jsonl=tmp_path / "out").points == 1
 
 
 def test_the_live_view_shows_the_newest_six(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_every_sink_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run = tmp_path / "run"
     log(add_process(run, [sample(1)], rank=3), 2, **{"val/wer": 0.25, "loss": math.nan})
     result = copied(run, jsonl=tmp_path / "out", tensorboard=tmp_path / "tb")
-    assert (result.points, result.failures) == (3, ())
+    assert (result.points, result.logged, result.failures) == (1, 2, ())
     lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     told = [{**line, "time": 0} for line in lines if line["kind"] == "scalar"]
     who = {"kind": "scalar", "time": 0, "process": "rank 3", "rank": 3, "attempt": 0, "step": 2, "epoch": None}

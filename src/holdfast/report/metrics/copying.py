@@ -64,10 +64,14 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """What sinks were given, which of them failed and why, and which steps are not recorded any more."""
+    """What sinks were given (points of steps, events, values that were logged), which of them failed and why.
+
+    `gone`: what is not recorded any more.
+    """
 
     points: int
     events: int
+    logged: int = 0
     failures: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
 
@@ -80,7 +84,7 @@ def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seco
     """
     watched, naming = Watched(run, SystemClock()), _Naming()
     working, failures = list(sinks), list[str]()
-    counts = {"points": 0, "events": 0}
+    counts = {"points": 0, "events": 0, "logged": 0}
     last = stop.is_set()
     while True:
         seen = _look(watched, failures, last=last)
@@ -91,8 +95,10 @@ def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seco
             for event in each.events
         ]
         events.sort(key=lambda happened: happened.event.unix_seconds)
-        counts["points"] += len(points)
+        logged = sum(point.scalar is not None for point in points)
+        counts["points"] += len(points) - logged
         counts["events"] += len(events)
+        counts["logged"] += logged
         for sink in list(working) if points or events else ():
             try:
                 sink.write(points, events)
