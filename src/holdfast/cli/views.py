@@ -84,7 +84,7 @@ def metrics(
     follow_run: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Copy steps, logged values and events of a run to TensorBoard, JSON lines, Weights & Biases or MLflow.
+    """Copy steps and events of a run to TensorBoard, JSON lines, Weights & Biases or MLflow.
 
     Exit code 1: some sink failed on the way.
     """
@@ -113,8 +113,7 @@ def metrics(
     if as_json:
         print_json(dataclasses.asdict(copied))
     else:
-        logged = f", {copied.logged} logged values" if copied.logged else ""
-        typer.echo(f"{copied.points} steps{logged} and {copied.events} events", err=jsonl == "-")
+        typer.echo(f"{copied.points} steps and {copied.events} events", err=jsonl == "-")
         for sentence in copied.gone:
             typer.echo(f"note: {sentence}", err=True)
         for failure in copied.failures:

@@ -383,10 +383,7 @@ class Guard:
             self._engine.diagnosis.aligned(data.facts())
 
     def log(self, values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any) -> None:
-        """Record numbers of your own, with step, epoch and time; the report, `watch` and `metrics` show them.
-
-        The newest 32,768 values of a process are kept, also after ``kill -9``. Once the guard is closed, as at the
-        end of `batches`, each call takes the run directory for a moment. `holdfast.log` does the same from anywhere.
+        """Record numbers of your own with step, epoch and time, also after `batches`; all reports show them.
 
         Args:
             values: By name: numbers, or tensors of one element. One on a device is read, which waits for it.
@@ -394,8 +391,7 @@ class Guard:
             **more: Further values by name, such as ``accuracy=0.93``. NaN and Inf are values.
 
         Raises:
-            PolicyError: H117, for a value that is no number, or a name that is empty or too long. A full disk raises
-                nothing. RunDirectoryError: H301, if the guard is closed and another run has taken the directory.
+            PolicyError: H117, for what is no number or a name that is empty or too long. A full disk raises nothing.
         """
         self._session.log(checked(values, split, more))
 

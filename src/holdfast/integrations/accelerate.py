@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from holdfast.guard.splitting.window import Window
 from holdfast.integrations.protocol import check_accelerator, excluded, load
 from holdfast.loader.loader import DataLoader
 from holdfast.recorder.scalars import recorded_too
-from holdfast.supervise.observe.logged import of_accelerator
 
 
 class PreparedLoader:
@@ -200,7 +198,7 @@ def accelerate_guard(
     if not isinstance(loader, DataLoader):
         guard._batches_of_a_step = accelerator.gradient_accumulation_steps
     take_scale(guard, accelerator.scaler)
-    accelerator.log = recorded_too(accelerator.log, partial(of_accelerator, accelerator))
+    accelerator.log = recorded_too(accelerator.log, lambda values, step=None, *_, **__: (values, step))
     return guard
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from holdfast.core.events.event import Event
 from holdfast.recorder.progress import StepSample, sample_of
-from holdfast.recorder.reader import EventParts, StepRecord, mark_of
+from holdfast.recorder.reader import EventParts
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_ring, slot_struct
-from holdfast.recorder.scalars import Scalar, scalar_of
 
 _BLOCK = 256
 _HELD_SAMPLES, _HELD_SECONDS = 16, 2.0  # far above how long a copy from a device takes
@@ -99,22 +98,6 @@ class SampleFollower(RingFollower):
                 del pairs[index:]
                 break
         return [sample for _, sample in pairs]
-
-
-class MarkFollower(RingFollower):
-    """Follow the marks of steps in a black box."""
-
-    def new(self) -> list[StepRecord]:
-        """Return the marks since the last call, oldest first."""
-        return [mark for mark in map(mark_of, self.records()) if mark is not None]
-
-
-class ScalarFollower(RingFollower):
-    """Follow what a process logs of its own."""
-
-    def new(self) -> list[Scalar]:
-        """Return the values since the last call, oldest first."""
-        return [scalar for scalar in map(scalar_of, self.records()) if scalar is not None]
 
 
 class EventFollower(RingFollower):

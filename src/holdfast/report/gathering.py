@@ -29,18 +29,11 @@ from holdfast.recorder.run_files import (
     STACKS_FOLDER,
     SUPERVISED_FILE,
 )
-from holdfast.recorder.scalars import SCALARS_FILE, scalar_of
+from holdfast.recorder.scalars import SCALARS_FILE, scalars_of
 from holdfast.report.images import read_images
 from holdfast.report.run_follower import RunFollower
 from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot
-from holdfast.report.series import (
-    MOST_LOGGED,
-    MOST_POINTS,
-    Series,
-    columns_of_marks,
-    columns_of_samples,
-    columns_of_scalars,
-)
+from holdfast.report.series import MOST_POINTS, Series, columns_of_marks, columns_of_samples, columns_of_scalars
 from holdfast.report.sources import CHECKPOINTS_FOLDER, EventSeen, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
@@ -155,14 +148,13 @@ def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
 def _logged(source: Source, most: int, reading: _Reading) -> dict[str, Series]:
     """Return the curves of what a process or a guard logged of its own."""
     records = reading.listed(read_ring, source.directory / SCALARS_FILE)
-    scalars = [scalar for scalar in map(scalar_of, records) if scalar is not None]
-    if scalars and records[0].sequence > 1:
-        words = words_of_lost(records[0].sequence - 1, scalars[0].step, "logged values")
-        reading.problems.append(f"of {source.label} {words}")
-    names = len({scalar.name for scalar in scalars})
-    if names > MOST_LOGGED:
-        reading.problems.append(f"of {source.label} the first {MOST_LOGGED} of {names} logged names are drawn")
-    return columns_of_scalars(scalars, most)
+    scalars = scalars_of(records)
+    if scalars and (lost := records[0].sequence - 1):
+        reading.problems.append(f"of {source.label} {words_of_lost(lost, scalars[0].step, 'logged values')}")
+    columns = columns_of_scalars(scalars, most)
+    if (names := len({scalar.name for scalar in scalars})) > len(columns):
+        reading.problems.append(f"of {source.label} the first {len(columns)} of {names} logged names are drawn")
+    return columns
 
 
 def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) -> list[Lane]:
@@ -176,16 +168,9 @@ def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) 
         columns = {name: each for name, each in columns_of_marks(ended).items() if name not in known}
         columns |= _logged(source, MOST_POINTS, reading)
         if columns:
-            found.append(
-                Lane(
-                    label=source.label,
-                    columns=columns,
-                    steps=len(ended),
-                    last_step=ended[-1].global_step if ended else 0,
-                    begun=marks[0].unix_seconds if ended else None,
-                    ended=marks[-1].unix_seconds if ended else None,
-                )
-            )
+            begun, over = (marks[0].unix_seconds, marks[-1].unix_seconds) if ended else (None, None)
+            last = ended[-1].global_step if ended else 0
+            found.append(Lane(source.label, columns, steps=len(ended), last_step=last, begun=begun, ended=over))
     return found
 
 

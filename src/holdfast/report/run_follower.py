@@ -7,19 +7,17 @@ forgotten.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE, StepMark
-from holdfast.recorder.following import EventFollower, MarkFollower, SampleFollower, ScalarFollower
+from holdfast.recorder.following import EventFollower, RingFollower, SampleFollower
 from holdfast.recorder.progress import StepSample
-from holdfast.recorder.reader import words_of_lost
+from holdfast.recorder.reader import mark_of, words_of_lost
 from holdfast.recorder.run_files import (
     PROCESS_FILE,
     PROCESSES_FOLDER,
@@ -29,7 +27,7 @@ from holdfast.recorder.run_files import (
     process_lives,
     read_process_file,
 )
-from holdfast.recorder.scalars import SCALARS_FILE, Scalar
+from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report.sources import (
     Source,
     find_sources,
@@ -39,8 +37,6 @@ from holdfast.report.sources import (
     ran_here,
     read_json,
 )
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +49,7 @@ class News:
     source: Source
     samples: list[StepSample]
     events: list[Event]
-    scalars: list[Scalar] = field(default_factory=list)
+    scalars: list[Scalar]
     lost: int = 0
 
 
@@ -83,14 +79,15 @@ class RunFollower:
         for source in self.sources:  # which grows by the guards that are named meanwhile
             if here and _is_over(source):  # asked before it is read: nothing comes after that
                 over.add(source.directory)
-            track = self._tracks.setdefault(source.directory, _Track(source, self.problems, steps=self._steps))
-            news = track.new(source, hold_back=hold_back and source.directory not in over)
+            track = self._tracks.setdefault(source.directory, _Track(source, steps=self._steps))
+            try:
+                news = track.new(source, hold_back=hold_back and source.directory not in over)
+            except RunDirectoryError as error:
+                self.problems[str(source.directory)] = sanitise(error.what, most=200)
+                continue
             if news.lost and news.samples:
                 words = words_of_lost(track.lost, news.samples[0].step)
                 self.problems[f"{source.directory} lost"] = f"of {sanitise(source.label, most=60)} {words}"
-            if news.scalars and track.scalars.lost:
-                words = words_of_lost(track.scalars.lost, news.scalars[0].step, "logged values")
-                self.problems[f"{source.directory} log lost"] = f"of {sanitise(source.label, most=60)} {words}"
             if news.samples or news.events or news.scalars or news.lost:
                 found.append(news)
                 self._remember_guards(news)
@@ -115,8 +112,6 @@ class RunFollower:
         for event in news.events:
             path = guard_run_of(event) if news.source.kind == "process" else None
             for guard in guard_sources(path, attempt=news.source.attempt) if path is not None else ():
-                if guard.rank == 0 and news.source.rank is None:  # of a process that is none of several
-                    guard = replace(guard, rank=None)
                 if guard.directory.resolve() not in {source.directory.resolve() for source in self.sources}:
                     self._guards[guard.directory] = guard
                     self.sources.append(guard)
@@ -129,38 +124,32 @@ def _is_over(source: Source) -> bool:
 
 
 class _Track:
-    """The followers of one directory; a file that cannot be read costs what is in it, and is noted in `problems`."""
+    """The followers of one directory."""
 
-    def __init__(self, source: Source, problems: dict[str, str], *, steps: bool) -> None:
+    def __init__(self, source: Source, *, steps: bool) -> None:
         self._steps = steps
-        self._problems = problems
         self._events = EventFollower(source.directory / EVENTS_FILE)
         self._samples = SampleFollower(source.directory / SAMPLES_FILE)
-        self._marks = MarkFollower(source.directory / STEPS_FILE)
-        self.scalars = ScalarFollower(source.directory / SCALARS_FILE)
+        self._marks = RingFollower(source.directory / STEPS_FILE)
+        self._scalars = RingFollower(source.directory / SCALARS_FILE)
         self.lost = 0
 
     def new(self, source: Source, *, hold_back: bool) -> News:
         samples: list[StepSample] = []
         if self._steps and source.kind == "process":
-            samples = self._read(source, partial(self._samples.new, hold_back=hold_back))
+            samples = self._samples.new(hold_back=hold_back)
         elif self._steps and source.kind == "guard":
             samples = [
                 StepSample(
                     step=mark.global_step, micro_steps=0, unix_seconds=mark.unix_seconds, loss=mark.loss,
                     grad_norm=mark.grad_norm, learning_rate=None, seconds=mark.seconds, wait_seconds=math.nan,
                 )
-                for mark in self._read(source, self._marks.new)
-                if mark.mark is not StepMark.BEGUN
+                for mark in map(mark_of, self._marks.records())
+                if mark is not None and mark.mark is not StepMark.BEGUN
             ]  # fmt: skip
         before, self.lost = self.lost, self._samples.lost + self._marks.lost
-        events = [event for event in self._read(source, self._events.new) if is_sound_event(event)]
-        scalars = self._read(source, self.scalars.new) if self._steps else []
+        events = [event for event in self._events.new() if is_sound_event(event)]
+        scalars: list[Scalar] = []
+        with suppress(RunDirectoryError):  # a damaged file costs its own values only; the report says so
+            scalars = scalars_of(self._scalars.records()) if self._steps else []
         return News(source=source, samples=samples, events=events, scalars=scalars, lost=self.lost - before)
-
-    def _read(self, source: Source, new: Callable[[], list[_T]]) -> list[_T]:
-        try:
-            return new()
-        except RunDirectoryError as error:
-            self._problems[str(source.directory)] = sanitise(error.what, most=200)
-            return []

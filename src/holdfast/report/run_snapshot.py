@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # numpy takes a tenth of a second
 State = Literal["running", "waits to restart", "ended"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Lane:
     """What one process trained: steps that the ring still holds, when (Unix times), and its curves by name.
 

@@ -95,13 +95,12 @@ def columns_of_samples(samples: Sequence[StepSample], most: int = MOST_POINTS) -
 
 
 def columns_of_scalars(scalars: Sequence[Scalar], most: int = MOST_POINTS) -> dict[str, Series]:
-    """Return the curves of the first names that a script logged, each after `LOGGED`, with half of the points."""
+    """Return the curves of the first names that were logged, each after `LOGGED`."""
     by_name: dict[str, list[Scalar]] = {}
     for each in scalars:
-        if each.name in by_name or len(by_name) < MOST_LOGGED:
-            by_name.setdefault(each.name, []).append(each)
-    found = {name: _columns(those, "step", ("value",), most // 2)["value"] for name, those in by_name.items()}
-    return {LOGGED + name: each for name, each in found.items() if each is not None}
+        by_name.setdefault(each.name, []).append(each)
+    first = {name: _columns(by_name[name], "step", ("value",), most // 2) for name in list(by_name)[:MOST_LOGGED]}
+    return {LOGGED + name: curve for name, columns in first.items() if (curve := columns["value"]) is not None}
 
 
 def columns_of_marks(records: Sequence[StepRecord], most: int = MOST_POINTS) -> dict[str, Series]:

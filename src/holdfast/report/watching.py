@@ -32,7 +32,6 @@ from holdfast.report.verdicts import verdict_from
 
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
-_KEPT_SCALARS = 50
 _RATE_SAMPLES = 50
 LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
 # A run has ended when nobody holds its lock, its processes are gone and it says nothing any more for this long.
@@ -109,14 +108,13 @@ class Watched:
                     self._supervisor_said = event.kind
                     if isinstance(attempt, int) and event.kind != "restart":  # which only announces it
                         self._attempt = max(self._attempt, attempt)
-        for name in list(self._scalars)[:-_KEPT_SCALARS]:
-            del self._scalars[name]
+        self._scalars = dict(list(self._scalars.items())[-_KEPT_EVENTS:])
         self._events.extend(sorted(arrived, key=lambda seen: seen.event.unix_seconds))
 
     def _recorded_at(self, news: News) -> float:
         """Return when the newest of it was recorded, on the monotonic clock: what is new here may be of last week."""
-        times = [each.unix_seconds for each in news.samples] + [each.unix_seconds for each in news.events]
-        times += [each.unix_seconds for each in news.scalars]
+        times = [sample.unix_seconds for sample in news.samples] + [event.unix_seconds for event in news.events]
+        times += [scalar.unix_seconds for scalar in news.scalars]
         self._newest = max([self._newest, *times])
         ago = self._clock.unix_seconds() - max(times, default=0.0)
         return self._clock.monotonic_seconds() - max(0.0, ago)

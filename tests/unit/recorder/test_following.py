@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART_BYTES, STEPS_FILE, BlackBox, StepMark
-from holdfast.recorder.following import EventFollower, MarkFollower, RingFollower, SampleFollower
+from holdfast.recorder.following import EventFollower, RingFollower, SampleFollower
 from holdfast.recorder.progress import SampleRing, StepSample, read_samples
-from holdfast.recorder.reader import read_events
+from holdfast.recorder.reader import mark_of, read_events
 from holdfast.recorder.ring import HEADER_BYTES, RingWriter, slot_struct
 
 _SLOT_BYTES = slot_struct(4).size
@@ -101,7 +101,7 @@ def test_samples_and_marks_are_read_as_the_readers_do(tmp_path: Path) -> None:
     assert SampleFollower(tmp_path / "samples").new() == read_samples(tmp_path / "samples")
     box = BlackBox(tmp_path)
     box.step(StepMark.SKIPPED, 7, 4, math.inf, 2.0, 0.5)
-    (mark,) = MarkFollower(tmp_path / STEPS_FILE).new()
+    (mark,) = map(mark_of, RingFollower(tmp_path / STEPS_FILE).records())
     assert (mark.mark, mark.global_step, mark.micro_batch_size, mark.loss) == (StepMark.SKIPPED, 7, 4, math.inf)
 
 

@@ -17,116 +17,90 @@ from holdfast.recorder.scalars import SCALARS_FILE, Scalars, checked
 from holdfast.report.figures import figures
 from holdfast.report.gathering import gather
 from holdfast.report.live import draw
-from holdfast.report.page import render
 from holdfast.report.watching import Watched
-
-pytest.importorskip("plotly")
 
 
 def log(folder: Path, step: int, **values: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     scalars = Scalars(lambda: folder, lambda event: None)
     scalars.write(checked(values, "", {}), step, None)
     scalars.close()
 
 
-def titles(run: Path) -> list[str]:
-    return [each["text"] for each in figures(gather(run))["steps"]["layout"]["annotations"]]
+def panels(run: Path) -> dict[str, list[tuple[str, list[int]]]]:
+    """Return names and steps of the curves of each panel; of panels with the same title the lowest."""
+    steps = figures(gather(run))["steps"]
+    axes = {int(each["yaxis"][1:] or 1): [] for each in steps["data"]}
+    for each in steps["data"]:
+        axes[int(each["yaxis"][1:] or 1)].append((each["name"], each["x"]))
+    return {text["text"]: axes[number] for number, text in enumerate(steps["layout"]["annotations"], start=1)}
 
 
-def curves(run: Path, axis: int) -> list[tuple[str, list[int], list[float | None]]]:
-    data = figures(gather(run))["steps"]["data"]
-    return [(each["name"], each["x"], each["y"]) for each in data if each["yaxis"] == f"y{axis}"]
-
-
-@pytest.fixture
-def ranks(tmp_path: Path) -> tuple[Path, list[Path]]:
-    """Return a run of two ranks, and their folders."""
+def test_each_name_is_a_panel_below_the_others(tmp_path: Path) -> None:
+    """Ranks that log alike are one curve, others two; NaN is marked, and a name is no HTML; a guard is one more."""
     run = make_run(tmp_path / "run", steps=4, ranks=2)
-    return run, [run / "processes" / f"{GONE + rank}-7" for rank in range(2)]
-
-
-def test_each_name_is_a_panel_below_the_others(ranks) -> None:
-    """Ranks that log alike are one curve, others two; NaN is marked, and a name is no HTML."""
-    run, folders = ranks
-    for rank, folder in enumerate(folders):
+    for rank in range(2):
         for step in (1, 3):
-            log(folder, step, **{"val/wer": 0.5 / step, "loss": rank + step, "<i>": math.nan if step == 3 else 1.0})
-    shown = {title: number for number, title in enumerate(titles(run), start=1)}  # of "loss" the lower one
-    assert curves(run, shown["<b>val/wer</b>"]) == [("all alike", [1, 3], [0.5, 0.1666667])]
-    assert [name for name, *_ in curves(run, shown["<b>loss</b>"])] == ["rank 0", "rank 1"]
-    assert curves(run, shown["<b>&lt;i&gt;</b>"])[1][:2] == ("not finite", [3])
-    assert "val/wer" in render(gather(run))
-
-
-def test_a_script_without_steps_and_a_guard_are_shown_too(tmp_path: Path) -> None:
-    """What trains nothing that is seen, such as with another library, has its panel all the same."""
-    run = tmp_path / "run"
-    log(add_process(run), 2, accuracy=0.5)
-    folder = run / "recorder" / "rank0"
-    folder.mkdir(parents=True)
-    log(folder, 7, accuracy=0.75)
-    assert titles(run) == ["<b>accuracy</b>"]
-    assert curves(run, 1) == [] == curves(run, 2)
-    assert [each["x"] for each in figures(gather(run))["steps"]["data"]] == [[2], [7]]
+            odd = {"loss": rank + step, "<i>": math.nan if step == 3 else 1.0}
+            log(run / "processes" / f"{GONE + rank}-7", step, **{"val/wer": 0.5 / step}, **odd)
+    log(run / "recorder" / "rank0", 7, accuracy=0.75)
+    found = panels(run)
+    assert found["<b>val/wer</b>"] == [("all alike", [1, 3])]
+    assert found["<b>loss</b>"] == [("rank 0", [1, 3]), ("rank 1", [1, 3])]
+    assert found["<b>&lt;i&gt;</b>"] == [("all alike", [1, 3]), ("not finite", [3])]
+    assert found["<b>accuracy</b>"] == [("guard rank0", [7])]
 
 
 def test_too_many_names_and_lost_values_are_said(tmp_path: Path) -> None:
-    """24 panels are drawn, of the names that came first; the page says so, and what was overwritten."""
-    run = tmp_path / "run"
-    folder = add_process(run, [sample(1)])
+    """Without a step too, 24 panels are drawn, of the names that came first, and what was overwritten is said."""
+    folder = add_process(tmp_path)
     for number in range(30):
         log(folder, 1, **{f"name {number}": 1.0})
-    assert [title for title in titles(run) if "name" in title][-1] == "<b>name 23</b>"
-    assert "of trainer 4100000 the first 24 of 30 logged names are drawn" in gather(run).problems
+    assert list(panels(tmp_path)) == [f"<b>name {number}</b>" for number in range(24)]
+    assert f"of trainer {GONE} the first 24 of 30 logged names are drawn" in gather(tmp_path).problems
     scalars = Scalars(lambda: folder, lambda event: None)
     scalars.write(checked({"a": 1.0}, "", {}) * 32_768, 5, None)
     scalars.close()
-    (problem,) = gather(run).problems
+    (problem,) = gather(tmp_path).problems
     assert "the logged values before step 5 are not recorded any more: 30 older records were overwritten" in problem
 
 
-@pytest.mark.parametrize("at", [0, 8, 20, HEADER_BYTES - 1, HEADER_BYTES + 40, HEADER_BYTES + 150])
-@pytest.mark.parametrize("data", [b"", b"\xff" * 60])
-def test_a_damaged_file_costs_its_values_only(tmp_path: Path, at: int, data: bytes) -> None:
-    """Cut or overwritten anywhere, the page is made, and metrics are copied."""
-    run = tmp_path / "run"
-    folder = add_process(run, [sample(1)])
+@pytest.mark.parametrize("at", [0, 8, 20, HEADER_BYTES + 40, HEADER_BYTES + 150])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_damaged_file_costs_its_values_only(tmp_path: Path, at: int, cut: bool) -> None:
+    """Cut or overwritten anywhere, the page is made, and steps are copied."""
+    folder = add_process(tmp_path, [sample(1)])
     log(folder, 1, a=1.0, b=2.0, c=3.0)
     whole = (folder / SCALARS_FILE).read_bytes()
-    (folder / SCALARS_FILE).write_bytes(whole[:at] + (data + whole[at + len(data) :] if data else b""))
-    assert len(gather(run).lanes) == 1
-    assert copied(run, jsonl=tmp_path / "out").points == 1
+    (folder / SCALARS_FILE).write_bytes(whole[:at] + (b"" if cut else b"\xff" * 60 + whole[at + 60 :]))
+    assert len(gather(tmp_path).lanes) == 1
+    assert copied(tmp_path, jsonl=tmp_path / "out").points == 1
 
 
 def test_the_live_view_shows_the_newest_six(tmp_path: Path) -> None:
-    """Newest first, whoever logged them; what a terminal could act on is made harmless."""
-    run = tmp_path / "run"
-    folder = add_process(run, [sample(1)])
+    """Newest first; what a terminal could act on is made harmless."""
+    folder = add_process(tmp_path, [sample(1)])
     for number in range(7):
         log(folder, number, **{f"name-{number}": number / 8})
     log(folder, 9, **{"name-2": math.nan, "\x1b[31m": 1.0})
     screen = io.StringIO()
-    Console(file=screen, width=100).print(draw(Watched(run, Clock()).look(), 100))
-    lines = screen.getvalue().splitlines()
-    first = next(index for index, line in enumerate(lines) if line.split() == ["logged", "value", "step"]) + 2
-    shown = [line.split()[-3:] for line in lines[first : first + 6]]
-    assert shown[1:] == [["name-2", "nan", "9"], ["name-6", "0.75", "6"], ["name-5", "0.625", "5"],
-                         ["name-4", "0.5", "4"], ["name-3", "0.375", "3"]]  # fmt: skip
+    Console(file=screen, width=100).print(draw(Watched(tmp_path, Clock()).look(), 100))
+    rows = [line.split() for line in screen.getvalue().splitlines()]
+    shown = rows[rows.index(["logged", "value", "step"]) + 3 :][:5]
+    assert shown == [["name-2", "nan", "9"], *([f"name-{n}", f"{n / 8:g}", f"{n}"] for n in (6, 5, 4, 3))]
     assert "\x1b[31m" not in screen.getvalue()
-    assert "name-1" not in screen.getvalue()
 
 
-def test_every_sink_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under their names; one that is also ours is told apart where both would be one curve."""
+def test_every_sink_gets_them(tmp_path: Path) -> None:
+    """JSON lines name them, and elsewhere they come after "logged/": a loss of the script's own is not ours."""
     pytest.importorskip("tensorboardX")
-    run = tmp_path / "run"
-    log(add_process(run, [sample(1)], rank=3), 2, **{"val/wer": 0.25, "loss": math.nan})
-    result = copied(run, jsonl=tmp_path / "out", tensorboard=tmp_path / "tb")
-    assert (result.points, result.logged, result.failures) == (1, 2, ())
+    log(add_process(tmp_path, [sample(1)], rank=3), 2, **{"val/wer": 0.25, "loss": math.nan})
+    result = copied(tmp_path, jsonl=tmp_path / "out", tensorboard=tmp_path / "tb")
+    assert (result.points, result.failures) == (1, ())
     lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     told = [{**line, "time": 0} for line in lines if line["kind"] == "scalar"]
     who = {"kind": "scalar", "time": 0, "process": "rank 3", "rank": 3, "attempt": 0, "step": 2, "epoch": None}
     assert told == [{**who, "name": "val/wer", "value": 0.25}, {**who, "name": "loss", "value": "NaN"}]
     written = [value for event in _tensorboard(tmp_path / "tb" / "rank_3") for value in event.summary.value]
-    assert {value.tag: value.simple_value for value in written}["val/wer"] == 0.25
+    assert {value.tag: value.simple_value for value in written}["logged/val/wer"] == 0.25
     assert [value.tag for value in written if "loss" in value.tag] == ["loss", "logged/loss"]

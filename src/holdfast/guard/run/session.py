@@ -46,7 +46,7 @@ from holdfast.memory.host_memory import available_bytes
 from holdfast.numerics.gradients import local
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording
-from holdfast.recorder.scalars import Found, guard_closed, guard_opened
+from holdfast.recorder.scalars import Found, outlets
 
 _CHANGED = "the weights, buffers or moments were changed without a step, so they are not those of the training"
 
@@ -114,7 +114,7 @@ class Session:
             raise
         self.state.open()
         self.ranks.open()
-        guard_opened(self)
+        outlets[self] = None
 
     def check_not_in_step(self) -> None:
         """Raise H209 if a loss function makes a step itself."""
@@ -143,24 +143,22 @@ class Session:
             self.record.close(how)
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
-            guard_closed(self)
+            outlets.pop(self, None)
             self.state.close()
             self._directory.release()
 
-    def log(self, found: Found, step: int | None = None, epoch: int | None = None) -> None:
-        """Record scalars at the present step and epoch, or at those that are given; H301 as `Guard.log`."""
-        step = self.record.global_step if step is None else step
-        if epoch is None and self.cursor is not None:
-            epoch = self.cursor.epoch
-        if self.is_open:
-            self.record.scalars.write(found, step, epoch)
-            return
-        self._directory.acquire()  # what is measured after the end of the loop is of this run too
+    def log(self, found: Found, step: int | None = None) -> None:
+        """Record scalars at the present step or at their own; H301 if this is closed and another run goes on."""
+        closed, scalars = not self.is_open, self.record.scalars
+        if closed:  # what is measured after the loop is of this run too
+            self._directory.acquire()
         try:
-            self.record.scalars.write(found, step, epoch)
-            self.record.scalars.close()
+            epoch = None if self.cursor is None else self.cursor.epoch
+            scalars.write(found, self.record.global_step if step is None else step, epoch)
         finally:
-            self._directory.release()
+            if closed:
+                scalars.close()
+                self._directory.release()
 
     def statistics(self) -> Statistics:
         """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""

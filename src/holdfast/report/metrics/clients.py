@@ -36,7 +36,7 @@ _MOST_IN_A_BATCH = 1000  # limit of MLflow's log_batch
 
 
 class JsonLines:
-    """Append an object for each step, logged value and event to a file, or print it; NaN and Infinity are texts."""
+    """Append an object for each step and event to a file, or print it. What is not finite is a text such as "NaN"."""
 
     def __init__(self, target: str) -> None:
         self.name = f"JSON lines in {target}"
@@ -46,17 +46,12 @@ class JsonLines:
     def write(self, points: list[Point], events: list[Happened]) -> None:
         """Append lines, and flush them."""
         for point in points:
-            scalar = point.scalar
-            own = {} if scalar is None else {"epoch": scalar.epoch, "name": scalar.name, "value": scalar.value}
+            each = point.scalar
+            own = {} if each is None else {"epoch": each.epoch, "name": each.name, "value": each.value}
             self._line(
-                kind="scalar" if own else "step",
-                time=round(point.unix_seconds, 6),
-                process=point.process,
-                rank=point.rank,
-                attempt=point.attempt,
-                step=point.step,
-                **(own or point.values),
-            )
+                kind="scalar" if own else "step", time=round(point.unix_seconds, 6), process=point.process,
+                rank=point.rank, attempt=point.attempt, step=point.step, **(own or point.values),
+            )  # fmt: skip
         for happened in events:
             event = happened.event
             self._line(
@@ -168,7 +163,7 @@ class MlflowRun:
     def write(self, points: list[Point], events: list[Happened]) -> None:
         """Log metrics in batches; events are counted by kind."""
         metrics = [
-            self._metric(f"{_key(point.process)}/{_path(name)}", value, round(point.unix_seconds * 1000), point.step)
+            self._metric(f"{_key(point.process)}/{_key(name)}", value, round(point.unix_seconds * 1000), point.step)
             for point in points
             for name, value in point.values.items()
         ]
@@ -183,11 +178,6 @@ class MlflowRun:
     def close(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._run)
-
-
-def _path(name: str) -> str:
-    """Return a name as a path that MLflow allows."""
-    return "/".join(_key(part) for part in name.split("/") if part.strip(".")) or "_"
 
 
 def _key(text: str) -> str:

@@ -27,7 +27,7 @@ _log = logging.getLogger("holdfast")
 class Point:
     """What one process measured at one step; what was not read is not among the values.
 
-    `scalar`: what the script logged of its own; `values` has it under its name, after ``logged/`` if that is ours.
+    `scalar`: the value is one that the script logged, which comes after ``logged/`` in `values`.
     `process` is "rank 3", or "trainer" where there are no ranks: the same in every attempt, which count from 0.
     """
 
@@ -64,14 +64,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """What sinks were given (points of steps, events, values that were logged), which of them failed and why.
-
-    `gone`: what is not recorded any more.
-    """
+    """What sinks were given (steps as points), which failed and why, and which steps are not recorded any more."""
 
     points: int
     events: int
-    logged: int = 0
     failures: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
 
@@ -84,7 +80,7 @@ def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seco
     """
     watched, naming = Watched(run, SystemClock()), _Naming()
     working, failures = list(sinks), list[str]()
-    counts = {"points": 0, "events": 0, "logged": 0}
+    counts = {"points": 0, "events": 0}
     last = stop.is_set()
     while True:
         seen = _look(watched, failures, last=last)
@@ -95,10 +91,8 @@ def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seco
             for event in each.events
         ]
         events.sort(key=lambda happened: happened.event.unix_seconds)
-        logged = sum(point.scalar is not None for point in points)
-        counts["points"] += len(points) - logged
+        counts["points"] += sum(point.scalar is None for point in points)
         counts["events"] += len(events)
-        counts["logged"] += logged
         for sink in list(working) if points or events else ():
             try:
                 sink.write(points, events)
@@ -148,23 +142,18 @@ class _Naming:
 
     def points(self, news: News) -> list[Point]:
         """Return the points of a source; no steps of a guard whose process is observed, which says more."""
-        source = news.source
+        source, told = news.source, list[StepSample | Scalar](news.scalars)
         self._observed = self._observed or (source.kind == "process" and bool(news.samples))
-        told: list[StepSample | Scalar] = list(news.scalars)
         if source.kind == "process" or not self._observed:
             told = [*news.samples, *told]
         return [
             Point(
-                process=self._name(source),
-                rank=source.rank,
-                attempt=source.attempt,
-                step=each.step,
-                unix_seconds=each.unix_seconds,
-                values=_values(each) if isinstance(each, StepSample) else {_named(each): each.value},
-                scalar=each if isinstance(each, Scalar) else None,
+                process=self._name(source), rank=source.rank, attempt=source.attempt, step=each.step,
+                unix_seconds=each.unix_seconds, scalar=each if isinstance(each, Scalar) else None,
+                values={f"logged/{each.name}": each.value} if isinstance(each, Scalar) else _values(each),
             )
             for each in told
-        ]
+        ]  # fmt: skip
 
     def _name(self, source: Source) -> str:
         if source.directory not in self._names:
@@ -173,14 +162,6 @@ class _Naming:
             number = self._taken[key] = self._taken.get(key, 0) + 1
             self._names[source.directory] = name if number == 1 else f"{name} ({number})"
         return self._names[source.directory]
-
-
-_OF_STEPS = ("loss", "grad_norm", "learning_rate", "step_seconds", "wait_share", "host_memory_bytes",
-             "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes")  # fmt: skip
-
-
-def _named(scalar: Scalar) -> str:
-    return f"logged/{scalar.name}" if scalar.name in _OF_STEPS else scalar.name
 
 
 def _values(sample: StepSample) -> dict[str, float]:

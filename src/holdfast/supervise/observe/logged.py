@@ -1,76 +1,52 @@
-"""What scripts log by the usual clients and frameworks, read where they log it, so that it needs no second call.
-
-Does not: record (see ``recorder.scalars``), nor import any of them: each is wrapped when the script imports it.
-"""
+"""What scripts log by the usual clients and frameworks, read where they log it, so that it needs no second call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from holdfast.core.importing import ImportWatch
-from holdfast.recorder.scalars import Logged, recorded_too
+from holdfast.recorder.scalars import recorded_too
 
 
-def _scalar(_writer: Any, tag: str, scalar_value: Any, global_step: Any = None, *_: Any, **__: Any) -> Logged:
-    return {tag: scalar_value}, global_step, None
+def of_trainer(trainer: Any, logs: Any, *_: Any, **__: Any) -> Any:
+    """Return what ``transformers.Trainer.log`` logs, but the epoch, which it adds to each."""
+    return {name: value for name, value in logs.items() if name != "epoch"}, trainer.state.global_step
 
 
-def _scalars(
-    _writer: Any, main_tag: str, tag_scalar_dict: Mapping[str, Any], global_step: Any = None, *_: Any, **__: Any
-) -> Logged:
-    return {main_tag: tag_scalar_dict}, global_step, None
-
-
-def _of_run(_run: Any, data: Mapping[str, Any], step: Any = None, *_: Any, **__: Any) -> Logged:
-    return data, step, None
-
-
-def of_accelerator(_accelerator: Any, values: Mapping[str, Any], step: Any = None, *_: Any, **__: Any) -> Logged:
-    """Return what ``Accelerator.log`` logs."""
-    return values, step, None
-
-
-def of_trainer(trainer: Any, logs: Mapping[str, Any], *_: Any, **__: Any) -> Logged:
-    """Return what ``transformers.Trainer.log`` logs; it adds the epoch to each."""
-    epoch = trainer.state.epoch
-    values = {name: value for name, value in logs.items() if name != "epoch"}
-    return values, trainer.state.global_step, None if epoch is None else int(epoch)
-
-
-def of_lightning(connector: Any, metrics: Mapping[str, Any], step: Any = None) -> Logged:
+def of_lightning(connector: Any, metrics: Any, step: Any = None) -> Any:
     """Return what Lightning's trainer logs of ``self.log``; one that is called "step" is the step, as there."""
-    trainer, values = connector.trainer, dict(metrics)
-    if step is None:
-        step = values.pop("step", trainer.fit_loop.epoch_loop._batches_that_stepped)
-    return values, step, trainer.current_epoch
+    values, usual = dict(metrics), connector.trainer.fit_loop.epoch_loop._batches_that_stepped
+    return values, values.pop("step", usual) if step is None else step
 
 
+_WRITER: dict[str, Callable[..., Any]] = {
+    "SummaryWriter.add_scalar": lambda _, tag, scalar_value, global_step=None, *__, **___: (
+        {tag: scalar_value}, global_step),
+    "SummaryWriter.add_scalars": lambda _, main_tag, tag_scalar_dict, global_step=None, *__, **___: (
+        {main_tag: tag_scalar_dict}, global_step),
+}  # fmt: skip
 _CONNECTOR = "trainer.connectors.logger_connector.logger_connector"
-_WRITER = "SummaryWriter", {"add_scalar": _scalar, "add_scalars": _scalars}
-_LIGHTNING = "_LoggerConnector", {"log_metrics": of_lightning}
-# By module: the class and its methods. `wandb.log` is the method of the run.
-_WHERE: dict[str, tuple[str, dict[str, Callable[..., Logged]]]] = {
+_WHERE: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.utils.tensorboard.writer": _WRITER,
     "tensorboardX.writer": _WRITER,
-    "wandb.sdk.wandb_run": ("Run", {"log": _of_run}),
-    "transformers.trainer": ("Trainer", {"log": of_trainer}),
-    "accelerate.accelerator": ("Accelerator", {"log": of_accelerator}),
-    f"lightning.pytorch.{_CONNECTOR}": _LIGHTNING,
-    f"pytorch_lightning.{_CONNECTOR}": _LIGHTNING,
+    "wandb.sdk.wandb_run": {"Run.log": lambda _, data, step=None, *__, **___: (data, step)},  # also `wandb.log`
+    "transformers.trainer": {"Trainer.log": of_trainer},
+    "accelerate.accelerator": {"Accelerator.log": lambda _, values, step=None, *__, **___: (values, step)},
+    f"lightning.pytorch.{_CONNECTOR}": {"_LoggerConnector.log_metrics": of_lightning},
+    f"pytorch_lightning.{_CONNECTOR}": {"_LoggerConnector.log_metrics": of_lightning},
 }
 
 
-def install(watch: ImportWatch, failed: Callable[[BaseException], None]) -> None:
-    """Record what is logged from now on; errors of ours are given to `failed`."""
-    for name, (owner, methods) in _WHERE.items():
-        watch.when_imported(name, partial(_wrap, owner, methods, failed))
+def install(watch: ImportWatch, failed: Callable[[Any], None]) -> None:
+    """Record what is logged from now on, by modules that the script imports; errors of ours go to `failed`."""
+    for name in _WHERE:
+        watch.when_imported(name, partial(_wrap, failed))
 
 
-def _wrap(
-    owner: str, methods: Mapping[str, Callable[..., Logged]], failed: Callable[[BaseException], None], module: Any
-) -> None:
-    found = getattr(module, owner)
-    for name, read in methods.items():
-        setattr(found, name, recorded_too(getattr(found, name), read, failed))
+def _wrap(failed: Callable[[Any], None], module: Any) -> None:
+    for name, read in _WHERE[module.__name__].items():
+        owner, method = name.split(".")
+        found = getattr(module, owner)
+        setattr(found, method, recorded_too(getattr(found, method), read, failed))
