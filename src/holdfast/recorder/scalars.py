@@ -1,7 +1,6 @@
 """Numbers that a script logs under names of its own: checked, recorded in a ring that the first makes, and read.
 
-They go to the newest guard that is open in this process, else to the observer of `holdfast run`, else nowhere: so a
-value lies in one place, whoever sees it.
+They go to the newest open guard of this process, else to its observer: a value lies in one place, whoever sees it.
 """
 
 from __future__ import annotations

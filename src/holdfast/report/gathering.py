@@ -132,23 +132,17 @@ def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
     samples = reading.listed(read_samples, source.directory / SAMPLES_FILE)
     logged = _logged(source, most, reading)
     if not samples:
-        return Lane(label=source.label, columns=logged) if logged else None
+        return Lane(source.label, logged) if logged else None
     reading.note_lost(source)
     first, newest = samples[0], samples[-1]
-    return Lane(
-        label=source.label,
-        steps=len(samples),
-        last_step=newest.step,
-        begun=first.unix_seconds - (first.seconds if 0 <= first.seconds < _LONGEST_STEP else 0.0),
-        ended=newest.unix_seconds,
-        columns=columns_of_samples(samples, most) | logged,
-    )
+    begun = first.unix_seconds - (first.seconds if 0 <= first.seconds < _LONGEST_STEP else 0.0)
+    columns = columns_of_samples(samples, most) | logged
+    return Lane(source.label, columns, len(samples), newest.step, begun, newest.unix_seconds)
 
 
 def _logged(source: Source, most: int, reading: _Reading) -> dict[str, Series]:
     """Return the curves of what a process or a guard logged of its own."""
-    records = reading.listed(read_ring, source.directory / SCALARS_FILE)
-    scalars = scalars_of(records)
+    scalars = scalars_of(records := reading.listed(read_ring, source.directory / SCALARS_FILE))
     if scalars and (lost := records[0].sequence - 1):
         reading.problems.append(f"of {source.label} {words_of_lost(lost, scalars[0].step, 'logged values')}")
     columns = columns_of_scalars(scalars, most)
@@ -170,7 +164,7 @@ def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) 
         if columns:
             begun, over = (marks[0].unix_seconds, marks[-1].unix_seconds) if ended else (None, None)
             last = ended[-1].global_step if ended else 0
-            found.append(Lane(source.label, columns, steps=len(ended), last_step=last, begun=begun, ended=over))
+            found.append(Lane(source.label, columns, len(ended), last, begun, over))
     return found
 
 

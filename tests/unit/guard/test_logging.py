@@ -6,7 +6,6 @@ import errno
 import gc
 import math
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -141,13 +140,3 @@ def test_a_full_disk_is_one_event_and_training_goes_on(guard, tmp_path, monkeypa
     assert [event.data for event in events(guard, "scalars_not_recorded")] == [{"error": "No space left on device"}]
     assert caplog.text.count("scalars_not_recorded") == 1
     assert scalars(tmp_path) == []
-
-
-def test_threads_log_side_by_side(guard, tmp_path):
-    """Every number of four threads is there, whole."""
-    threads = [threading.Thread(target=lambda n=n: [guard.log({f"{n}": i}) for i in range(2000)]) for n in range(4)]
-    for act in (threading.Thread.start, threading.Thread.join):
-        for thread in threads:
-            act(thread)
-    for n in range(4):
-        assert [each.value for each in scalars(tmp_path) if each.name == f"{n}"] == list(range(2000))

@@ -55,14 +55,9 @@ class JsonLines:
         for happened in events:
             event = happened.event
             self._line(
-                kind="event",
-                time=round(event.unix_seconds, 6),
-                process=happened.process,
-                attempt=happened.attempt,
-                step=event.global_step,
-                event=event.kind,
-                facts=dict(event.data),
-            )
+                kind="event", time=round(event.unix_seconds, 6), process=happened.process, attempt=happened.attempt,
+                step=event.global_step, event=event.kind, facts=dict(event.data),
+            )  # fmt: skip
         self._file.flush()
 
     def _line(self, **values: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from holdfast.core.importing import ImportWatch
@@ -41,12 +40,12 @@ _WHERE: dict[str, dict[str, Callable[..., Any]]] = {
 
 def install(watch: ImportWatch, failed: Callable[[Any], None]) -> None:
     """Record what is logged from now on, by modules that the script imports; errors of ours go to `failed`."""
+
+    def wrap(module: Any) -> None:
+        for name, read in _WHERE[module.__name__].items():
+            owner, method = name.split(".")
+            found = getattr(module, owner)
+            setattr(found, method, recorded_too(getattr(found, method), read, failed))
+
     for name in _WHERE:
-        watch.when_imported(name, partial(_wrap, failed))
-
-
-def _wrap(failed: Callable[[Any], None], module: Any) -> None:
-    for name, read in _WHERE[module.__name__].items():
-        owner, method = name.split(".")
-        found = getattr(module, owner)
-        setattr(found, method, recorded_too(getattr(found, method), read, failed))
+        watch.when_imported(name, wrap)
