@@ -148,6 +148,7 @@ class _Test:
             seen = next(iter(self._loader))
             scores, frames = self._model(seen["features"][:1], seen["frames"][:1])
         self._guard.validated(self.found["held_out_loss"])
+        self._guard.log(CER=self.found["character_error_rate"], split="held out")
         self._guard.add_image("hearing", picture(seen["features"][0], scores[0, : int(frames[0])]))
         self.shown = {"held-out CER": self.found["character_error_rate"]}
         return self.found

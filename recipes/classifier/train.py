@@ -232,6 +232,7 @@ def train(job: Job, options: ClassifierOptions, policy: Policy) -> dict[str, Any
                 with guard.evaluate():
                     loss, accuracy = job.test_loss()
                 guard.validated(loss)
+                guard.log(loss=loss, accuracy=accuracy, split="test")
                 training.show(loss=loss, accuracy=accuracy)
     with guard.evaluate():
         loss, accuracy = job.test_loss()

@@ -206,6 +206,7 @@ def figures_of(job: Job, options: GanOptions, guard: Guard) -> dict[str, Any]:
     test, _ = job.test.some(_MOST_TEST)
     judge = Judge(real, labels)
     drawn = judge.measure(job.players.draw(len(test)))
+    guard.log({"Frechet distance": drawn.frechet, "classes drawn": drawn.classes})
     untrained = make_players(options, job.images.size, torch.device("cpu"))
     guard.add_image("drawn", grid_of(job.players.draw(5 * _COLUMNS)))
     guard.add_image("real", grid_of(test[:: max(1, len(test) // (5 * _COLUMNS))][: 5 * _COLUMNS]))

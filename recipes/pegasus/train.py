@@ -109,6 +109,7 @@ def _evaluate(job: Job, guard: Guard, curve: Curve) -> None:
     with guard.evaluate():
         loss, scores = job.held_out_loss(), rouge(job.summaries(), job.held_out.summaries)
     guard.validated(loss)
+    guard.log(scores, loss=loss, split="held out")
     curve.points.append({"step": guard.global_step, "held_out_loss": loss, **scores})
 
 

@@ -174,6 +174,7 @@ class _Test:
         with self._guard.evaluate():
             self.found, example = evaluate(self._model, self._loader)
         self._guard.validated(-self.found["si_snr_db"])
+        self._guard.log({"SI-SNR gained, dB": self.found["si_snr_improvement_db"]}, split="held out")
         self._guard.add_image("separated", picture(example))
         write_example(example, Path(self._options.run_dir) / "examples", self._options.sample_rate)
         self.shown = {"held-out SI-SNR gained, dB": self.found["si_snr_improvement_db"]}

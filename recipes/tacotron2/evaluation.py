@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast import Event, Guard
-from holdfast.numerics.alignment import alignment_facts, report_alignment
+from holdfast.numerics.alignment import report_alignment
 from recipes.tacotron2.audio import MelSettings, griffin_lim, mel_filters
 from recipes.tacotron2.losses import Weights, losses_of, steps_of
 from recipes.tacotron2.model import Tacotron2
@@ -69,7 +69,8 @@ class Evaluation:
             spoken = self.model(**batch)
             losses = losses_of(spoken, batch, self._weights)
         guard.validated(losses["mel"].mean)
-        report_alignment(guard, spoken.attention, batch["text_lengths"], self._steps)
+        aligned = report_alignment(guard, spoken.attention, batch["text_lengths"], self._steps)
+        guard.log(mel_loss=losses["mel"].mean, diagonality=aligned["diagonality"], split="held out")
         frames, steps, symbols = int(batch["mel_lengths"][0]), int(self._steps[0]), int(batch["text_lengths"][0])
         guard.add_image("alignment", picture(spoken.attention[0, :steps, :symbols], lowest=0, highest=1))
         both = torch.cat((batch["mel"][0, :frames], spoken.mel[0, :frames]), dim=1)  # the true one below
@@ -105,8 +106,8 @@ class Evaluation:
     def _measured(self, max_steps: int, memory: MemoryUse) -> dict[str, float]:
         text, lengths = self.batch["text"], self.batch["text_lengths"]
         said: Synthesis = synthesise(self.model, text, lengths, max_steps=max_steps, memory=memory)
-        facts = alignment_facts(said.attention, lengths, said.steps, max_steps)
-        report_alignment(self.guard, said.attention, lengths, said.steps, max_decoder_steps=max_steps)
+        facts = report_alignment(self.guard, said.attention, lengths, said.steps, max_decoder_steps=max_steps)
+        self.guard.log(diagonality=facts["diagonality"], split="running free")
         ratio = (said.steps / self._steps).median()
         return {
             "free_running_diagonality": facts["diagonality"],

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from holdfast.loader.loader import DataLoader
     from holdfast.numerics.learning_rate import advise_learning_rate
     from holdfast.numerics.loss import Loss
+    from holdfast.recorder.scalars import log
 
 _HOMES = {
     "BatchError": "core.errors",
@@ -52,6 +53,7 @@ _HOMES = {
     "__version__": "core.version",
     "advise_learning_rate": "numerics.learning_rate",
     "latest": "checkpoint.store",
+    "log": "recorder.scalars",
     "watch": "learning.watch",
 }
 
@@ -75,6 +77,7 @@ __all__ = [
     "__version__",
     "advise_learning_rate",
     "latest",
+    "log",
     "watch",
 ]
 

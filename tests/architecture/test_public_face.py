@@ -43,6 +43,7 @@ def test_the_exported_names() -> None:
         "__version__",
         "advise_learning_rate",
         "latest",
+        "log",
         "watch",
     ]
     assert dir(holdfast) == sorted(holdfast.__all__)
@@ -77,7 +78,7 @@ def test_the_arguments_of_the_guard() -> None:
     public = {name for name in vars(holdfast.Guard) if not name.startswith("_")}
     assert public == {
         "add_image", "averaged", "batches", "best", "close", "emit", "epoch", "epochs_validated", "evaluate",
-        "events", "global_step", "request_stop", "statistics", "step", "stop_reason", "validated",
+        "events", "global_step", "log", "request_stop", "statistics", "step", "stop_reason", "validated",
     }  # fmt: skip
 
 

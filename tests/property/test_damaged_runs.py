@@ -23,6 +23,7 @@ from holdfast.guard.record import RunRecord
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import SUPERVISOR_FOLDER
+from holdfast.recorder.scalars import Scalars, checked
 from holdfast.supervise.launch.restarts import Budgets
 from holdfast.supervise.launch.supervisor import Plan, Supervisor
 
@@ -31,6 +32,7 @@ COMMANDS = ("events", "explain", "watch --once", "metrics --jsonl /dev/null", "r
 FILES = (
     "run.json", "lock", "recorder/rank0/steps.ring", "recorder/rank0/events.ring",
     "supervised.json", "output.log", "supervisor/lock", "supervisor/events.ring", "supervisor/steps.ring",
+    "recorder/rank0/scalars.ring",
     "processes/*/process.json", "processes/*/progress.board", "processes/*/samples.ring", "processes/*/events.ring",
 )  # fmt: skip
 FILLS = st.sampled_from([b"\xff", b"\x00", b"\x01", b"\x7f", b"\x80", b"HOLDRING", b"[", b"{", b"9"])
@@ -46,6 +48,9 @@ def whole() -> Iterator[Path]:
     for step in range(5):
         box.step(StepMark.COMMITTED, step, 1, 0.5, 0.5, 0.1)
     box.close()
+    scalars = Scalars(lambda: run / "recorder" / "rank0", lambda event: None)
+    scalars.write(checked({"accuracy": 0.5}, "", {}) * 5, 1, 0)
+    scalars.close()
     (run / "run.json").write_text('{"format": 1}')
     for name in ("lock", "supervisor/lock"):
         (run / name).write_text("{}")
@@ -104,6 +109,7 @@ def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(whole, na
             record = RunRecord(opened.recorder, SystemClock())
             record.open()
             record.step(StepMark.BEGUN, 1, None, None, 0.0)
+            record.scalars.write(checked({"accuracy": 0.5}, "", {}), 1, 0)
             record.emit(Closed(how="left"))
             assert record.events()[-1].kind == "closed"
             record.close()

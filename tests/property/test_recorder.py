@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART, PART_BYTES, BlackBox
 from holdfast.recorder.reader import read_events, read_ring
 from holdfast.recorder.ring import HEADER_BYTES, RingWriter, slot_struct
+from holdfast.recorder.scalars import LONGEST_NAME, SCALARS_FILE, Scalars, checked, scalars_of
 
 _SETTINGS = settings(deadline=None, max_examples=80)
 _JSON = st.recursive(
@@ -142,3 +144,23 @@ def test_torn_parts_cost_only_the_events_they_belong_to(parts: list[int], torn: 
                 whole.append(event)
             first += count
         assert read_events(Path(directory)) == whole
+
+
+_NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+    lambda name: len(name.encode()) <= LONGEST_NAME
+)
+_STEPS = st.integers(-(2**62), 2**62)
+
+
+@_SETTINGS
+@given(st.lists(st.tuples(_NAMES, st.floats(), _STEPS, st.none() | st.integers(0, 2**31 - 1)), max_size=20))
+def test_any_number_comes_back_under_its_name(logged: list[tuple[str, float, int, int | None]]) -> None:
+    """Whatever the name, the number, the step and the epoch, all are read as they were logged, in order."""
+    with tempfile.TemporaryDirectory() as directory:
+        scalars = Scalars(lambda: Path(directory), lambda event: None)
+        for name, value, step, epoch in logged:
+            scalars.write(checked({name: value}, "", {}), step, epoch)
+        scalars.close()
+        read = scalars_of(read_ring(Path(directory, SCALARS_FILE)))
+    found = [(each.name, struct.pack("d", each.value), each.step, each.epoch) for each in read]
+    assert found == [(name, struct.pack("d", value), step, epoch) for name, value, step, epoch in logged]

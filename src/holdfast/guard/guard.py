@@ -40,6 +40,7 @@ from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
+from holdfast.recorder.scalars import checked
 
 
 class Guard:
@@ -386,6 +387,19 @@ class Guard:
         self._record.emit(data)
         if isinstance(data, run_events.Aligned):
             self._engine.diagnosis.aligned(data.facts())
+
+    def log(self, values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any) -> None:
+        """Record numbers of your own with step, epoch and time, also after `batches`; all reports show them.
+
+        Args:
+            values: By name: numbers, or tensors of one element. One on a device is read, which waits for it.
+            split: Such as ``"validation"``; what is shown is ``split/name``, of at most 64 bytes of UTF-8.
+            **more: Further values by name, such as ``accuracy=0.93``. NaN and Inf are values.
+
+        Raises:
+            PolicyError: H117, for what is no number or a name that is empty or too long. A full disk raises nothing.
+        """
+        self._session.log(checked(values, split, more))
 
     def add_image(self, tag: str, image: Any) -> None:
         """Keep an image of this step, such as a grid of samples; the report shows the newest of each tag.

@@ -21,12 +21,13 @@ from typing import Any, Literal
 
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, RunDirectoryError
-from holdfast.core.events import run_events
+from holdfast.core.events import process_events, run_events
 from holdfast.core.events.event import Event, EventData, Recompute, RollBack, SkipStep, Split, Stop
 from holdfast.core.raised import describe_exception, printable
 from holdfast.guard.stop import Interrupted
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
+from holdfast.recorder.scalars import Scalars
 
 _log = logging.getLogger("holdfast")
 _MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user's loop stands
@@ -45,7 +46,7 @@ _OF_ONE = (
     run_events.CannotSplit, run_events.OnednnSwitchedOff, run_events.SamplesDropped, run_events.MicroBatchDropped,
     run_events.SavesSynchronous, run_events.LoaderHealed, run_events.SampleQuarantined,
     run_events.DescriptorLimitRaised, run_events.StreamReadOver, run_events.Preflight, run_events.QuarantineFull,
-    run_events.RecordingMovedAside, run_events.RollbackFailed,
+    run_events.RecordingMovedAside, run_events.RollbackFailed, process_events.ScalarsNotRecorded,
 )  # fmt: skip
 
 
@@ -64,6 +65,7 @@ class RunRecord:
         self._lock = threading.RLock()  # reentrant, for a signal handler of the caller that records
         self._process = 0
         self._left_by: tuple[str, str] | None = None
+        self.scalars = Scalars(lambda: directory, self.emit)
         self.global_step = 0
 
     @property
@@ -96,6 +98,7 @@ class RunRecord:
                 self.emit(run_events.Closed(how=how or "finished"))
             self._box.close()
             self._box = None
+        self.scalars.close()
 
     def left_by(self, error: BaseException | type[BaseException]) -> None:
         """Record an error that leaves the run; one that passes several places is recorded once."""

@@ -35,6 +35,7 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import Window
 from holdfast.integrations.protocol import check_accelerator, excluded, load
 from holdfast.loader.loader import DataLoader
+from holdfast.recorder.scalars import recorded_too
 
 
 class PreparedLoader:
@@ -197,6 +198,7 @@ def accelerate_guard(
     if not isinstance(loader, DataLoader):
         guard._batches_of_a_step = accelerator.gradient_accumulation_steps
     take_scale(guard, accelerator.scaler)
+    accelerator.log = recorded_too(accelerator.log, lambda values, step=None, *_, **__: (values, step))
     return guard
 
 

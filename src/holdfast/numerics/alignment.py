@@ -26,10 +26,11 @@ def report_alignment(
     input_lengths: Tensor,
     output_lengths: Tensor,
     max_decoder_steps: int | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Record the `alignment_facts` of an evaluation of a speech synthesiser in a guarded run, for rule H852."""
     facts: dict[str, Any] = alignment_facts(attention, input_lengths, output_lengths, max_decoder_steps)
     guard.emit(Aligned(**facts))
+    return facts
 
 
 @torch.no_grad()

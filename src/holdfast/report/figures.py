@@ -13,7 +13,7 @@ import numpy as np
 
 from holdfast.core.text import duration, moment, sanitise
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
-from holdfast.report.series import Numbers, Series
+from holdfast.report.series import LOGGED, MOST_LOGGED, Numbers, Series
 from holdfast.report.severity import in_words, severity
 from holdfast.report.sources import EventSeen
 
@@ -87,6 +87,8 @@ def _alike(first: Series, *others: Series) -> bool:
 def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | None:
     """Return the curves over steps: panels below each other that share one axis, so that a zoom holds for all."""
     panels = [panel for panel in _PANELS if any(name in lane.columns for lane in lanes for name in panel[0])]
+    logged = dict.fromkeys(name for lane in lanes for name in lane.columns if name.startswith(LOGGED))
+    panels += [((name,), label(name.removeprefix(LOGGED)), "") for name in list(logged)[:MOST_LOGGED]]
     if not panels:
         return None
     data: list[Figure] = []
@@ -187,7 +189,8 @@ def _band(line: Figure, steps: Numbers, low: Numbers, high: Numbers) -> Figure:
 
 
 def _first_column(lane: Lane) -> str:
-    return next((name for columns, *_ in _PANELS for name in columns if name in lane.columns), "")
+    ours = (name for columns, *_ in _PANELS for name in columns if name in lane.columns)
+    return next(ours, next(iter(lane.columns), ""))
 
 
 def _values(numbers: Numbers) -> list[float | int | None]:

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Store
 from holdfast.core.errors import CheckpointError, HoldfastError
@@ -21,6 +23,7 @@ from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.history import NAMES, read_history
 from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.reader import not_recorded_any_more
+from holdfast.recorder.ring import read_ring
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     FAULTHANDLER_FILE,
@@ -31,10 +34,20 @@ from holdfast.recorder.run_files import (
     SUPERVISED_FILE,
     read_optimizers,
 )
+from holdfast.recorder.scalars import SCALARS_FILE, scalars_of
 from holdfast.report.images import read_images
 from holdfast.report.run_follower import RunFollower
 from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot
-from holdfast.report.series import MOST_POINTS, OF_AN_OPTIMIZER, columns, rows_of_ring, thinned
+from holdfast.report.series import (
+    LOGGED,
+    MOST_POINTS,
+    OF_AN_OPTIMIZER,
+    Series,
+    columns,
+    columns_of_scalars,
+    rows_of_ring,
+    thinned,
+)
 from holdfast.report.sources import CHECKPOINTS_FOLDER, EventSeen, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
@@ -125,13 +138,16 @@ def _processes(
 def _lanes(source: Source, path: Path, reading: _Reading, most: int = MOST_POINTS) -> list[Lane]:
     """Return what a process recorded of steps, and in lanes that follow what is of one of several optimizers."""
     ring = next(iter(reading.listed(lambda path: [rows_of_ring(path)], path)), None)
+    logged = _logged(source, most, reading)
     if ring is None or not len(ring):
-        return []
+        none = np.array([])
+        alone = Lane(label=source.label, last_step=0, begun=None, ended=None, columns=logged, moments=(none, none))
+        return [alone] if logged else []
     reading.note_lost(source)
     old = read_history(path).rows
     old = old[old["time"] < ring["time"][0]]
     rows, names = thinned(old, ring, most), read_optimizers(source.directory)
-    found = {source.label: columns(rows)}
+    found = {source.label: columns(rows) | logged}
     for number, name in enumerate(names if len(names) > 1 else [], start=1):
         its = columns(rows[rows["optimizer"] == number])
         found[f"{source.label}, {name}"] = {name: its[name] for name in OF_AN_OPTIMIZER if name in its}
@@ -148,11 +164,26 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = MOST_POINT
     return [main, *(replace(main, label=label, begun=None, columns=its) for label, its in found.items())]
 
 
+def _logged(source: Source, most: int, reading: _Reading) -> dict[str, Series]:
+    """Return the curves of what a process or a guard logged of its own."""
+    scalars = scalars_of(records := reading.listed(read_ring, source.directory / SCALARS_FILE))
+    if scalars and (lost := records[0].sequence - 1):
+        gone = f"the logged values before step {scalars[0].step:,} are not recorded any more"
+        reading.problems.append(f"of {source.label} {gone}: {lost:,} older records were overwritten")
+    found, names = columns_of_scalars(scalars, most), len({scalar.name for scalar in scalars})
+    if names > len(found):
+        reading.problems.append(f"of {source.label} the first {len(found)} of {names} logged names are drawn")
+    return found
+
+
 def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) -> list[Lane]:
     """Return what guards recorded of steps, as far as their processes were not observed to record the same."""
     known = {name for lane in observed for name in lane.columns}
     lanes = [lane for source in guards for lane in _lanes(source, source.directory / STEPS_FILE, reading)]
-    lanes = [replace(lane, columns={k: v for k, v in lane.columns.items() if k not in known}) for lane in lanes]
+    lanes = [
+        replace(lane, columns={k: v for k, v in lane.columns.items() if k not in known or k.startswith(LOGGED)})
+        for lane in lanes
+    ]
     return [lane for lane in lanes if lane.columns]
 
 

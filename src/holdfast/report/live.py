@@ -20,6 +20,7 @@ from rich.text import Text
 from holdfast.core.events.event import Event
 from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.recorder.progress import Phase
+from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
 from holdfast.report.severity import severity
 from holdfast.report.sources import EventSeen
@@ -33,6 +34,7 @@ PANELS = ("all", "processes", "training", "events")
 REFRESH_SECONDS = 0.5
 _MOST_PROCESSES = 16
 _MOST_EVENTS = 8
+_MOST_SCALARS = 6
 _WIDE = 110
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {
@@ -82,6 +84,9 @@ def draw(run: Seen, width: int, panel: str = "") -> RenderableType:
         parts.append(Text("no Python process was seen yet", style="dim"))
     if len(processes) > len(shown):
         parts.append(Text(f"and {len(processes) - len(shown)} more processes", style="dim"))
+    if run.scalars and panel in ("", "all", "training"):
+        most = len(run.scalars) if panel == "training" else _MOST_SCALARS
+        parts.append(_table(run.scalars[::-1][:most], _SCALARS))
     if run.events and panel in ("", "all", "events"):
         parts.append(_table(run.events[::-1] if panel == "events" else run.events[-_MOST_EVENTS:], _EVENTS))
     if run.verdict is not None:
@@ -109,10 +114,10 @@ def _head(run: RunSnapshot, panel: str) -> Panel:
 def _table(rows: Sequence[Any], columns: Mapping[str, Callable[[Any], Text]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
-        numeric = name in {"since", "step", "steps/s", "wait", "loss", "grad norm", "lr", "host", "device"}
+        numeric = name in {"since", "step", "steps/s", "value", "wait", "loss", "grad norm", "lr", "host", "device"}
         table.add_column(
             name, justify="right" if numeric else "left", no_wrap=True, overflow="ellipsis",
-            ratio=1 if name in {"process", "run", "what"} else None,
+            ratio=1 if name in {"process", "run", "what", "logged"} else None,
         )  # fmt: skip
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
@@ -180,6 +185,11 @@ _EVENTS: dict[str, Callable[[EventSeen], Text]] = {
     "by": lambda seen: Text(sanitise(seen.source, most=20)),
     "event": lambda seen: Text(sanitise(seen.event.kind, most=24), _STYLES[severity(seen.event)]),
     "what": lambda seen: Text(sanitise(in_words(seen.event), most=300), no_wrap=True, overflow="ellipsis"),
+}
+_SCALARS: dict[str, Callable[[Scalar], Text]] = {
+    "logged": lambda each: Text(sanitise(each.name, most=70)),
+    "value": lambda each: _value(each.value, 6),
+    "step": lambda each: Text(f"{each.step:,}"),
 }
 _RUNS: dict[str, Callable[[RunSnapshot], Text]] = {
     "run": lambda run: Text(sanitise(run.path.name, most=60)),

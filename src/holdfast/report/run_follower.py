@@ -7,6 +7,7 @@ forgotten.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE
-from holdfast.recorder.following import EventFollower, SampleFollower
+from holdfast.recorder.following import EventFollower, RingFollower, SampleFollower
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.reader import not_recorded_any_more
 from holdfast.recorder.run_files import (
@@ -27,6 +28,7 @@ from holdfast.recorder.run_files import (
     process_lives,
     read_process_file,
 )
+from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report.sources import (
     Source,
     find_sources,
@@ -48,6 +50,7 @@ class News:
     source: Source
     samples: list[StepSample]
     events: list[Event]
+    scalars: list[Scalar]
 
 
 class RunFollower:
@@ -86,7 +89,7 @@ class RunFollower:
                 continue
             if words:
                 self.problems[f"{source.directory} lost"] = f"of {sanitise(source.label, most=60)} {words}"
-            if news.samples or news.events:
+            if news.samples or news.events or news.scalars:
                 found.append(news)
                 self._remember_guards(news)
         self.sources = [source for source in self.sources if source.directory not in over]
@@ -128,6 +131,7 @@ class _Track:
         self._events = EventFollower(source.directory / EVENTS_FILE)
         self._path = source.directory / (SAMPLES_FILE if source.kind == "process" else STEPS_FILE)
         self._samples = SampleFollower(self._path) if steps and source.kind != "supervisor" else None
+        self._scalars = RingFollower(source.directory / SCALARS_FILE)
         self.lost = 0
         self._newest = 0.0
 
@@ -138,7 +142,10 @@ class _Track:
             samples[:0] = _in_short(self._path, self._newest, samples[0].unix_seconds)
         self._newest = samples[-1].unix_seconds if samples else self._newest
         events = [event for event in self._events.new() if is_sound_event(event)]
-        return News(source=source, samples=samples, events=events)
+        scalars: list[Scalar] = []
+        with suppress(RunDirectoryError):  # a damaged file costs its own values only; the report says so
+            scalars = scalars_of(self._scalars.records()) if self._samples is not None else []
+        return News(source=source, samples=samples, events=events, scalars=scalars)
 
 
 def _in_short(path: Path, after: float, before: float) -> list[StepSample]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.run_files import ProcessInfo
+from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News
 from holdfast.report.sources import EventSeen
 
@@ -28,7 +29,8 @@ State = Literal["running", "waits to restart", "ended"]
 class Lane:
     """What one process trained: to which step, when (Unix times), and its curves by name.
 
-    `begun` is the end of the first step that is recorded, less its duration; None of one of several optimizers.
+    `begun` is the end of the first step that is recorded, less its duration; None of one of several optimizers, and
+    of who only logged numbers.
     `moments`: times, and the steps made until then.
     """
 
@@ -86,9 +88,9 @@ class RunSnapshot:
 
     `processes`: the page's by their start, `watch`'s of the newest attempt with trainers first. `events`, oldest
     first: of a frequent kind the page has the first and the last (`left_out_events` counts the others), `watch` the
-    newest. `outlook`, of `watch` only: how far it is. `news`: what each source has recorded since the look before.
-    `stacks`: name and text. `problems`: what could not be read, one sentence each. `now` and `newest` (what was
-    recorded last) are Unix times.
+    newest. `outlook`, of `watch` only: how far it is. `scalars`: `watch`'s newest of each name logged lately, newest
+    last. `news`: what each source has recorded since the look before. `stacks`: name and text. `problems`: what could
+    not be read, one sentence each. `now` and `newest` (what was recorded last) are Unix times.
     """
 
     path: Path
@@ -102,6 +104,7 @@ class RunSnapshot:
     left_out_events: Mapping[str, int] = field(default_factory=dict)
     verdict: Verdict | None = None
     outlook: str = ""
+    scalars: tuple[Scalar, ...] = ()
     news: tuple[News, ...] = ()
     lanes: tuple[Lane, ...] = ()
     checkpoints: tuple[CheckpointSeen, ...] = ()
@@ -114,6 +117,7 @@ class RunSnapshot:
         """Return what `watch` shows, for machines."""
         facts = {name: getattr(self, name) for name in ("state", "attempt", "command", "began", "outlook")}
         facts["processes"] = [{**asdict(each), "phase": each.phase and each.phase.name} for each in self.processes]
+        facts["scalars"] = [each._asdict() for each in self.scalars]
         return {"run": str(self.path), **facts, "verdict": self.verdict and self.verdict.as_json()}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +11,17 @@ from numpy.typing import NDArray
 
 from holdfast.recorder.history import NAMES, Rows, at_most, rows_of
 from holdfast.recorder.ring import read_ring, slot_struct
+from holdfast.recorder.scalars import Scalar
 
 Numbers = NDArray[np.float64]
 
 # A screen has some 4,000 columns of pixels at most: enough to draw a curve of any length as an eye would see it.
 MOST_POINTS = 2000
 OF_AN_OPTIMIZER = NAMES[:3]  # curves that make no sense for several together
+LOGGED = "logged: "  # before the name of a curve that the script named
+MOST_LOGGED = 24  # panels
+_ROW = [("number", "<u8"), ("optimizer", "u1"), ("step", "<f8")]  # of one number, otherwise as those of ``history``
+_ROW += [(name, "<f8") for name in ("low", "mean", "high")] + [(name, "<u4") for name in ("finite", "odd")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +68,23 @@ def columns(rows: Rows) -> dict[str, Series]:
     known = (seconds > 0) & (rows["finite"][:, NAMES.index("wait_seconds")] > 0)
     share = np.clip(wait / np.where(known, seconds, 1.0), 0.0, 1.0)
     found |= {"wait_seconds": None, "wait_share": _series(steps, known, known & False, share, share, share)}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def columns_of_scalars(scalars: Sequence[Scalar], most: int = MOST_POINTS) -> dict[str, Series]:
+    """Return the curves of the first names that were logged, each after `LOGGED`."""
+    by_name: dict[str, list[tuple[int, float]]] = {}
+    for each in scalars:
+        by_name.setdefault(each.name, []).append((each.step, each.value))
+    found = {}
+    for name in list(by_name)[:MOST_LOGGED]:
+        steps, values = np.array(by_name[name], np.float64).T
+        rows, finite = np.zeros(len(steps), _ROW), np.isfinite(values)
+        rows["number"], rows["step"], rows["finite"], rows["odd"] = np.arange(len(steps)), steps, finite, ~finite
+        for field, unknown in (("low", np.inf), ("mean", 0.0), ("high", -np.inf)):
+            rows[field] = np.where(finite, values, unknown)
+        rows = at_most(rows, most // 2, finest=2)
+        found[LOGGED + name] = _series(*(rows[field] for field in ("step", "finite", "odd", "mean", "low", "high")))
     return {name: each for name, each in found.items() if each is not None}
 
 

@@ -27,6 +27,7 @@ from holdfast.recorder.run_files import (
     process_lives,
     read_optimizers,
 )
+from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News, RunFollower
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State
 from holdfast.report.sources import EventSeen, Source, ran_here, read_json, runs_in
@@ -51,6 +52,7 @@ class Watched:
         self._history: dict[Path, deque[StepSample]] = {}
         self._events: deque[EventSeen] = deque(maxlen=_KEPT_EVENTS)
         self._loops: dict[Path, dict[str, int]] = {}
+        self._scalars: dict[str, Scalar] = {}
         self._supervisor_said = ""
         self._attempt = 0
         # On the monotonic clock: when this began to look, and when the run last gave a sign of life.
@@ -85,6 +87,7 @@ class Watched:
             now=self._clock.unix_seconds(), newest=self._newest or None, processes=tuple(processes),
             events=tuple(self._events), verdict=verdict_from(verdict) if verdict else None,
             outlook=self._outlook() if state != "ended" else "", news=tuple(news),
+            scalars=tuple(self._scalars.values()),
             problems=(*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])),
         )  # fmt: skip
 
@@ -104,6 +107,9 @@ class Watched:
             source = news.source
             self._last_sign = max(self._last_sign, self._recorded_at(news))
             self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(news.samples)
+            for scalar in news.scalars:
+                self._scalars.pop(scalar.name, None)  # so that the newest is the last
+                self._scalars[scalar.name] = scalar
             for event in news.events:
                 if event.kind in ("loop", "epoch_ended"):
                     facts = {name: value for name, value in event.data.items() if type(value) is int and value >= 0}
@@ -116,11 +122,13 @@ class Watched:
                     self._supervisor_said = event.kind
                     if isinstance(attempt, int) and event.kind != "restart":  # which only announces it
                         self._attempt = max(self._attempt, attempt)
+        self._scalars = dict(list(self._scalars.items())[-_KEPT_EVENTS:])
         self._events.extend(sorted(arrived, key=lambda seen: seen.event.unix_seconds))
 
     def _recorded_at(self, news: News) -> float:
         """Return when the newest of it was recorded, on the monotonic clock: what is new here may be of last week."""
         times = [sample.unix_seconds for sample in news.samples] + [event.unix_seconds for event in news.events]
+        times += [scalar.unix_seconds for scalar in news.scalars]
         self._newest = max([self._newest, *times])
         ago = self._clock.unix_seconds() - max(times, default=0.0)
         return self._clock.monotonic_seconds() - max(0.0, ago)

@@ -248,6 +248,12 @@ class StepsNotRecorded(EventData):
     error: str
 
 
+class ScalarsNotRecorded(EventData):
+    """What the script logs of its own is not recorded."""
+
+    error: str
+
+
 class Leak(EventData):
     """Something grows with every step: what, where it was allocated, and the line that holds it."""
 

@@ -46,6 +46,7 @@ from holdfast.memory.host_memory import available_bytes
 from holdfast.numerics.gradients import local
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording
+from holdfast.recorder.scalars import Found, outlets
 
 _CHANGED = "the weights, buffers or moments were changed without a step, so they are not those of the training"
 
@@ -113,6 +114,7 @@ class Session:
             raise
         self.state.open()
         self.ranks.open()
+        outlets[self] = None
 
     def check_not_in_step(self) -> None:
         """Raise H209 if a loss function makes a step itself, H105 where averaged weights would move."""
@@ -153,8 +155,22 @@ class Session:
             self.record.close(how)
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
+            outlets.pop(self, None)
             self.state.close()
             self._directory.release()
+
+    def log(self, found: Found, step: int | None = None) -> None:
+        """Record scalars at the present step or at their own; H301 if this is closed and another run goes on."""
+        closed, scalars = not self.is_open, self.record.scalars
+        if closed:  # what is measured after the loop is of this run too
+            self._directory.acquire()
+        try:
+            epoch = None if self.cursor is None else self.cursor.epoch
+            scalars.write(found, self.record.global_step if step is None else step, epoch)
+        finally:
+            if closed:
+                scalars.close()
+                self._directory.release()
 
     def statistics(self) -> Statistics:
         """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from holdfast.integrations.protocol import (
     restore_random_state,
 )
 from holdfast.loader.splitting import Split
+from holdfast.recorder.scalars import recorded_too
+from holdfast.supervise.observe.logged import of_lightning
 
 load("lightning.pytorch")
 from lightning.pytorch.callbacks import OnExceptionCheckpoint  # noqa: E402
@@ -101,6 +104,8 @@ class Guarded(Framework):  # type: ignore[misc]
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             self.checkpoint_io.emit = guard.emit
         self._hold_schedulers(module, self._steps)
+        connector = trainer._logger_connector
+        connector.log_metrics = recorded_too(connector.log_metrics, partial(of_lightning, connector))
         if carried is not None:
             window = carried_tree(carried, "window")
             if window is not None:
@@ -156,6 +161,7 @@ class Guarded(Framework):  # type: ignore[misc]
             steps.close()
         if guard is not None:
             self.lightning_module.__dict__.pop("lr_scheduler_step", None)
+            vars(self.lightning_module.trainer._logger_connector).pop("log_metrics", None)
             if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
                 self.checkpoint_io.emit = None
             guard.__exit__(None if error is None else type(error), error, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from holdfast.integrations.transformers.checkpoints import NAME, carried_in, che
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import Split, batch_size, select
 from holdfast.memory.oom import find_out_of_memory
+from holdfast.recorder.scalars import recorded_too
+from holdfast.supervise.observe.logged import of_trainer
 
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
 
@@ -214,7 +217,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return self._holdfast_norm
 
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
-        """Log as the Trainer does, with the counts of steps that were not made as usual."""
+        """Log as the Trainer does, and in the guard, with the counts of steps that were not made as usual."""
         if self.holdfast_guard is not None and ("loss" in logs or "train_loss" in logs):
             found = self.holdfast_guard.statistics()
             for name in ("skipped_steps", "out_of_memory", "rollbacks"):
@@ -222,7 +225,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
                     logs[name] = getattr(found, name)
         if not math.isfinite(logs.get("loss", 0.0)):  # the Trainer takes NaN from NaN, and would log it for ever
             self._tr_loss.zero_()
-        super().log(logs, *rest, **named)
+        recorded_too(super().log, partial(of_trainer, self))(logs, *rest, **named)
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
         """Let ``train_loss`` be the mean of the steps that were made, before a resume too; NaN where none was."""

@@ -46,9 +46,11 @@ class JsonLines:
     def write(self, points: list[Point], events: list[Happened]) -> None:
         """Append lines, and flush them."""
         for point in points:
+            each = point.scalar
+            own = {} if each is None else {"epoch": each.epoch, "name": each.name, "value": each.value}
             self._line(
-                kind="step", time=round(point.unix_seconds, 6), process=point.process, rank=point.rank,
-                attempt=point.attempt, step=point.step, **point.values,
+                kind="scalar" if own else "step", time=round(point.unix_seconds, 6), process=point.process,
+                rank=point.rank, attempt=point.attempt, step=point.step, **(own or point.values),
             )  # fmt: skip
         for happened in events:
             event = happened.event
@@ -86,7 +88,7 @@ class TensorBoard:
         for point in points:
             writer = self._writer(point.process, point.attempt)
             for name, value in point.values.items():
-                writer.add_scalar(_TAGS.get(name, name), value, point.step, walltime=point.unix_seconds)
+                writer.add_scalar(sanitise(_TAGS.get(name, name)), value, point.step, walltime=point.unix_seconds)
         for happened in events:
             event = happened.event
             facts = "\n".join(f"    {sanitise(key)}: {sanitise(value)}" for key, value in event.data.items())
@@ -127,7 +129,7 @@ class WandbRun:
     def write(self, points: list[Point], events: list[Happened]) -> None:
         """Log each step; events are counted by kind."""
         for point in points:
-            values = {f"{point.process}/{name}": value for name, value in point.values.items()}
+            values = {f"{point.process}/{sanitise(name)}": value for name, value in point.values.items()}
             self._run.log({**values, "step": point.step, "attempt": point.attempt})
         for happened in events:
             key = f"events/{happened.event.kind}"
@@ -156,7 +158,7 @@ class MlflowRun:
     def write(self, points: list[Point], events: list[Happened]) -> None:
         """Log metrics in batches; events are counted by kind."""
         metrics = [
-            self._metric(_key(f"{point.process}/{name}"), value, round(point.unix_seconds * 1000), point.step)
+            self._metric(f"{_key(point.process)}/{_key(name)}", value, round(point.unix_seconds * 1000), point.step)
             for point in points
             for name, value in point.values.items()
         ]

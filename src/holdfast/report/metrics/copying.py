@@ -14,6 +14,7 @@ from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.run_files import read_optimizers
+from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News
 from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import Source
@@ -28,8 +29,9 @@ _log = logging.getLogger("holdfast")
 class Point:
     """What one process measured at one step; what was not read is not among the values.
 
-    Names of values such as "loss/critic" end with the optimizer that stepped, where there are several. `process` is
-    "rank 3", or "trainer" where there are no ranks: the same in every attempt, which count from 0.
+    Names of values such as "loss/critic" end with the optimizer that stepped, where there are several. `scalar`: the
+    script logged the value, whose name comes after ``logged/`` in `values`. `process` is "rank 3", or "trainer" where
+    there are no ranks: the same in every attempt, which count from 0.
     """
 
     process: str
@@ -38,6 +40,7 @@ class Point:
     step: int
     unix_seconds: float
     values: Mapping[str, float]
+    scalar: Scalar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """What sinks were given, which of them failed and why, and which steps are not recorded any more."""
+    """What sinks were given (steps as points), which failed and why, and which steps are not recorded any more."""
 
     points: int
     events: int
@@ -91,7 +94,7 @@ def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seco
             for event in each.events
         ]
         events.sort(key=lambda happened: happened.event.unix_seconds)
-        counts["points"] += len(points)
+        counts["points"] += sum(point.scalar is None for point in points)
         counts["events"] += len(events)
         for sink in list(working) if points or events else ():
             try:
@@ -137,29 +140,32 @@ class _Naming:
 
     def __init__(self) -> None:
         self._names: dict[Path, str] = {}
-        self._taken: dict[tuple[int, str], int] = {}
+        self._taken: dict[tuple[int, str, str], int] = {}
         self._observed = False
 
     def points(self, news: News) -> list[Point]:
-        """Return the points of a source; none of a guard whose process is observed, which says more."""
-        source = news.source
+        """Return the points of a source; no steps of a guard whose process is observed, which says more."""
+        source, told = news.source, list[StepSample | Scalar](news.scalars)
         self._observed = self._observed or (source.kind == "process" and bool(news.samples))
-        if source.kind != "process" and self._observed:
-            return []
+        if source.kind == "process" or not self._observed:
+            told = [*news.samples, *told]
         names = read_optimizers(source.directory)
         several = dict(enumerate(names, start=1)) if len(names) > 1 else {}
         return [
             Point(
-                process=self._name(source), rank=source.rank, attempt=source.attempt, step=sample.step,
-                unix_seconds=sample.unix_seconds, values=_values(sample, several.get(sample.optimizer)),
+                process=self._name(source), rank=source.rank, attempt=source.attempt, step=each.step,
+                unix_seconds=each.unix_seconds, scalar=each if isinstance(each, Scalar) else None,
+                values={f"logged/{each.name}": each.value} if isinstance(each, Scalar)
+                else _values(each, several.get(each.optimizer)),
             )
-            for sample in news.samples
+            for each in told
         ]  # fmt: skip
 
     def _name(self, source: Source) -> str:
         if source.directory not in self._names:
             name = "trainer" if source.rank is None else f"rank {source.rank}"
-            number = self._taken[source.attempt, name] = self._taken.get((source.attempt, name), 0) + 1
+            key = source.attempt, source.kind, name  # a guard's are those of the process that it is in
+            number = self._taken[key] = self._taken.get(key, 0) + 1
             self._names[source.directory] = name if number == 1 else f"{name} ({number})"
         return self._names[source.directory]
 

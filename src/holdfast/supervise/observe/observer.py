@@ -27,6 +27,8 @@ from holdfast.recorder.run_files import (
     on_recording,
     write_process,
 )  # fmt: skip
+from holdfast.recorder.scalars import Found, Scalars, outlets
+from holdfast.supervise.observe import logged
 from holdfast.supervise.observe.endings import Endings
 from holdfast.supervise.observe.launchers import find_launcher_name
 from holdfast.supervise.observe.stacks import Stacks
@@ -78,6 +80,7 @@ class Observer:
         self._endings = Endings(self.emit, self._leaves, self.watch)
         os.register_at_fork(after_in_child=self._after_fork)
         on_recording(self._on_guard)
+        logged.install(self.watch, self.failed)
         self.watch.when_imported("torch", self._on_torch)
 
     def _forget(self) -> None:
@@ -88,6 +91,8 @@ class Observer:
         self._info: ProcessInfo | None = None
         self._events: EventRing | None = None
         self._samples: SampleRing | None = None
+        self._scalars = Scalars(self._own_folder, self.emit)
+        outlets[self] = None
         self._lock = _thread.RLock()
         self._notes = 0
 
@@ -155,6 +160,10 @@ class Observer:
                 )
         except Exception as error:  # noqa: BLE001 - as above
             self.failed(error)
+
+    def log(self, found: Found, step: int | None = None) -> None:
+        """Record what the script logs; None: at the present step."""
+        self._scalars.write(found, self.board.step if step is None else step, None)
 
     def becomes(self, role: ProcessRole) -> None:
         """Show what this process has turned out to be."""
