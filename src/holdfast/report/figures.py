@@ -14,7 +14,7 @@ import numpy as np
 from holdfast.core.text import duration, moment, sanitise
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
 from holdfast.report.series import LOGGED, MOST_LOGGED, Numbers, Series
-from holdfast.report.severity import in_words, severity
+from holdfast.report.severity import in_words, named, severity
 from holdfast.report.sources import EventSeen
 
 Figure = dict[str, Any]
@@ -292,7 +292,7 @@ def _event_traces(placed: Iterable[tuple[EventSeen, str | float, str | float]], 
             "type": "scatter", "mode": "markers", "name": name, "legendgroup": name,
             "x": [x for _, x, _ in group], "y": [y for *_, y in group],
             "marker": {"symbol": _SEVERITIES[name][1], "size": 10, "color": _SEVERITIES[name][0]},
-            "hovertext": [label(f"{seen.source}, {in_words(seen.event)}", 300) for seen, *_ in group],
+            "hovertext": [label(f"{at.source}, {named(at.event)}: {in_words(at.event)}", 300) for at, *_ in group],
             "hovertemplate": "%{hovertext}<extra></extra>", **drawn,
         }
         for name, group in by_severity.items() if group

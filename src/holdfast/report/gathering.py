@@ -47,7 +47,7 @@ from holdfast.report.series import (
     columns_of_scalars,
     rows_of_ring,
     thinned,
-)
+)  # fmt: skip
 from holdfast.report.sources import CHECKPOINTS_FOLDER, EventSeen, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 

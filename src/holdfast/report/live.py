@@ -17,12 +17,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.core.events.event import Event
 from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
-from holdfast.report.severity import severity
+from holdfast.report.severity import in_words, severity
 from holdfast.report.sources import EventSeen
 from holdfast.report.verdicts import how_sure, tone
 from holdfast.report.watching import Runs, Watched
@@ -46,7 +45,6 @@ _PHASE_STYLES = {
 }
 _STYLES = {"error": "red", "warning": "yellow", "info": ""}
 _STATE_STYLES = {"running": "green", "ended": "bold", "waits to restart": "yellow"}
-_SENTENCES = ("rule", "sentence", "what", "limit", "why", "reason", "error", "fix")  # of an event, in this order
 
 
 def follow(watched: Watched | Runs, console: Console, wait: Callable[[float], object]) -> Seen:
@@ -149,23 +147,6 @@ def _training(trained: Sequence[ProcessSnapshot], width: int) -> dict[str, Calla
     if any(each.device_bytes for each in trained):
         columns["device"] = lambda each: _known(each.device_bytes, size)
     return columns
-
-
-def in_words(event: Event) -> str:
-    """Return the facts of an event as people say them; those that hold nothing are left out."""
-    facts = {name: value for name, value in event.data.items() if value not in (None, "", [], {})}
-    said = [str(facts.pop(name)) for name in _SENTENCES if name in facts]
-    for name, value in facts.items():
-        words = name.replace("_", " ")
-        if type(value) in (int, float) and abs(value) < 1e15:
-            kind = name.rpartition("_")[2]
-            plain = f"{value:.6g}" if isinstance(value, float) else f"{value:,}"
-            value = duration(value) if kind == "seconds" else size(value) if kind == "bytes" else plain
-            words = words.removesuffix("seconds").removesuffix("bytes").strip() or "in"
-        elif isinstance(value, list):
-            value = ", ".join(map(str, value[:12]))
-        said.append(f"{words} {value}"[:300])
-    return "; ".join(said[:12])
 
 
 def _known(value: float | None, form: Callable[[float], str]) -> Text:

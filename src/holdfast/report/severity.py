@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from holdfast.core.events.event import Event
+from holdfast.core.text import duration, size
 
 Severity = Literal["error", "warning", "info"]
 _ERRORS = frozenset({
@@ -12,12 +13,22 @@ _ERRORS = frozenset({
     "checkpoint_damaged", "loss_scale_collapsed", "steps_not_recorded", "not_saved", "quarantine_full",
 })  # fmt: skip
 _WARNINGS = frozenset({
-    "out_of_memory", "skip_step", "roll_back", "rolled_back", "spike", "spike_clipped", "hang_suspected", "restart",
+    "out_of_memory", "skip_step", "roll_back", "rolled_back", "spike", "hang_suspected", "restart",
     "leak", "memory_trend", "split", "recompute", "nonfinite_origin", "nonfinite_not_traced", "samples_dropped",
     "micro_batch_dropped", "learning_rate_lowered", "loader_healed", "sample_quarantined", "save_refused",
     "process_stopped", "rank_is_slow", "preflight",
 })  # fmt: skip
-_SAID = ("what", "why", "reason", "error", "message", "sentence", "checkpoint", "path")  # the first is shown
+_SENTENCES = (
+    "rule",
+    "sentence",
+    "message",
+    "what",
+    "limit",
+    "why",
+    "reason",
+    "error",
+    "fix",
+)  # of an event, in this order
 
 
 def severity(event: Event) -> Severity:
@@ -28,7 +39,23 @@ def severity(event: Event) -> Severity:
     return "warning" if event.kind in _WARNINGS or said == "advice" else "info"
 
 
+def named(event: Event) -> str:
+    """Return when and what an event was, such as "step 7, skip step"."""
+    return f"step {event.global_step:,}, {event.kind.replace('_', ' ')}"
+
+
 def in_words(event: Event) -> str:
-    """Return an event as a sentence for people, such as "step 7, skip step: the loss is NaN"."""
-    said = next((f": {event.data[name]}" for name in _SAID if event.data.get(name)), "")
-    return f"step {event.global_step:,}, {event.kind.replace('_', ' ')}{said}"
+    """Return the facts of an event as people say them; those that hold nothing are left out."""
+    facts = {name: value for name, value in event.data.items() if value not in (None, "", [], {})}
+    said = [str(facts.pop(name)) for name in _SENTENCES if name in facts]
+    for name, value in facts.items():
+        words = name.replace("_", " ")
+        if type(value) in (int, float) and abs(value) < 1e15:
+            kind = name.rpartition("_")[2]
+            plain = f"{value:.6g}" if isinstance(value, float) else f"{value:,}"
+            value = duration(value) if kind == "seconds" else size(value) if kind == "bytes" else plain
+            words = words.removesuffix("seconds").removesuffix("bytes").strip() or "in"
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value[:12]))
+        said.append(f"{words} {value}"[:300])
+    return "; ".join(said[:12])

@@ -37,7 +37,7 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
     assert rows == ["rank 1", "rank 0", "supervisor"]
     (marks,) = [trace for trace in timeline.data if trace.name == "error"]
     assert list(marks.y) == ["rank 0", "rank 1"]
-    assert marks.hovertext[0] == "rank 0, step 300, exception: shapes differ"
+    assert marks.hovertext[0] == "rank 0, step 300, exception: shapes differ; type RuntimeError; fatal True"
     (bars,) = [trace for trace in timeline.data if trace.name == "training"]
     assert bars.base[0] == "2026-09-21 14:13:25.000"
     assert bars.x[0] == pytest.approx(30_000)

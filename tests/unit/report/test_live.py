@@ -47,7 +47,8 @@ from holdfast.recorder.run_files import (
     SUPERVISOR_FOLDER,
     VERDICT_FILE,
 )
-from holdfast.report.live import draw, follow, in_words
+from holdfast.report.live import draw, follow
+from holdfast.report.severity import in_words
 from holdfast.report.watching import Runs, Watched
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")

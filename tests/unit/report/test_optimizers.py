@@ -80,7 +80,8 @@ def test_events_are_marks_on_the_first_panel_by_how_bad_they_are(tmp_path):
     drawn = figures(gather(tmp_path))
     marks = {trace["name"]: trace for trace in drawn["steps"]["data"] if trace["yaxis"] == "y99"}
     assert {name: trace["x"] for name, trace in marks.items()} == {"error": [70], "warning": [50], "info": [20]}
-    assert marks["error"]["hovertext"] == [f"trainer {GONE}, step 70, finding: weights stand still"]
+    said = "finding: H801; weights stand still; .; severity error"
+    assert marks["error"]["hovertext"] == [f"trainer {GONE}, step 70, {said}"]
     assert drawn["steps"]["layout"]["yaxis99"]["overlaying"] == "y"
     colours = {trace["name"]: trace["marker"]["color"] for trace in drawn["timeline"]["data"]}
     assert [colours[name] for name in marks] == [trace["marker"]["color"] for trace in marks.values()]

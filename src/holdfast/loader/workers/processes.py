@@ -297,15 +297,6 @@ def _leave_server_alone() -> None:
 # --- ending -------------------------------------------------------------------------------------------------------
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped by a signal."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"
-
-
 def _keeps_files(pid: int) -> bool:
     """Return whether a process is torch's keeper of shared files, which ends by itself when nobody needs it."""
     try:

@@ -21,13 +21,13 @@ from holdfast.loader.workers.processes import (
     WorkerLostError,
     exit_code,
     how_it_ended,
-    is_stopped,
     kill,
     oom_kills,
     strike,
     wake_main_thread,
     wake_on_loss,
-)
+)  # fmt: skip
+from holdfast.recorder.run_files import process_is_stopped
 
 _TICK_SECONDS = 0.25
 _CALL_SECONDS = 0.01
@@ -215,7 +215,7 @@ class Watch:
         return self._find_stopped() or self._find_stuck(limit) or self._find_late(limit)
 
     def _find_stopped(self) -> Loss | None:
-        stopped = {worker for worker, each in enumerate(self._processes) if is_stopped(each.pid)}
+        stopped = {worker for worker, each in enumerate(self._processes) if process_is_stopped(each.pid)}
         twice, self._stopped = stopped & self._stopped, stopped  # who stops us all lets us all go on together
         for worker in twice:
             return Loss(cause=f"worker {worker} was stopped", kind="stopped", worker=worker)
