@@ -11,24 +11,10 @@ from typing import Literal, get_args
 
 Family = Literal[
     "ended well",
-    "unknown",
-    "out of memory",
-    "host out of memory",
-    "hardware",
-    "device",
-    "distributed",
-    "loader",
-    "hang",
-    "numerics",
-    "autograd",
-    "shape or type",
-    "checkpoint",
-    "storage",
-    "environment",
-    "preempted",
-    "crash",
+    "unknown", "out of memory", "host out of memory", "hardware", "device", "distributed", "loader", "hang",
+    "numerics", "autograd", "shape or type", "checkpoint", "storage", "environment", "preempted", "crash",
     "user code",
-]
+]  # fmt: skip
 """Classes of causes. The exit code of ``holdfast explain`` is 0 for the first and 10 + the index for the others."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
 

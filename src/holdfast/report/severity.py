@@ -19,16 +19,8 @@ _WARNINGS = frozenset({
     "process_stopped", "rank_is_slow", "preflight",
 })  # fmt: skip
 _SENTENCES = (
-    "rule",
-    "sentence",
-    "message",
-    "what",
-    "limit",
-    "why",
-    "reason",
-    "error",
-    "fix",
-)  # of an event, in this order
+    "rule", "sentence", "message", "what", "limit", "why", "reason", "error", "fix",
+)  # fmt: skip
 
 
 def severity(event: Event) -> Severity:

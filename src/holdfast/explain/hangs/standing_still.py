@@ -15,22 +15,9 @@ from holdfast.explain.hangs.evidence import KIND_OF, Examined, ThreadLook, clean
 
 HangKind = Literal[
     "loader",
-    "lock",
-    "collective",
-    "I/O",
-    "GPU sync",
-    "native code",
-    "Python loop",
-    "stopped",
-    "pipe",
-    "socket",
-    "process",
-    "queue",
-    "sleep",
-    "OpenMP",
-    "merely slow",
-    "unknown",
-]
+    "lock", "collective", "I/O", "GPU sync", "native code", "Python loop", "stopped", "pipe", "socket", "process",
+    "queue", "sleep", "OpenMP", "merely slow", "unknown",
+]  # fmt: skip
 """In the order of their signatures, H1401 and on."""
 
 _BURNING_SHARE = 0.5

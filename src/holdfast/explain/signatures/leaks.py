@@ -6,18 +6,9 @@ Light, since the training process itself imports it.
 from __future__ import annotations
 
 KINDS = (
-    "container",
-    "graph",
-    "autograd chain",
-    "cycle",
-    "hooks",
-    "exception",
-    "cache",
-    "linked",
-    "value",
-    "unknown",
+    "container", "graph", "autograd chain", "cycle", "hooks", "exception", "cache", "linked", "value", "unknown",
     "trend",
-)
+)  # fmt: skip
 """In the order of their signatures: H1501 and on in host memory, H1521 and on in that of a device."""
 _TO_DEVICE = 20
 

@@ -24,18 +24,9 @@ from holdfast.core.errors import PolicyError
 # smallest change of a rate, not a divisor. The last ones are the usual names in warm-up schedulers by other hands.
 _GROUP_KEYS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _ATTRIBUTES = (
-    "base_lrs",
-    "_last_lr",
-    "eta_min",
-    "max_lrs",
-    "min_lrs",
-    "default_min_lr",
-    "eps",
-    "min_lr",
-    "max_lr",
-    "base_lr",
-    "warmup_start_lr",
-)
+    "base_lrs", "_last_lr", "eta_min", "max_lrs", "min_lrs", "default_min_lr", "eps", "min_lr", "max_lr",
+    "base_lr", "warmup_start_lr",
+)  # fmt: skip
 
 
 def advance(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], moved: Sequence[str]) -> None:
