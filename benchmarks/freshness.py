@@ -68,6 +68,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "oom_recovery": _STEP,
     "order": ("loader/order",),
     "provenance": _ORIGIN,
+    "rank_kills": ("guard", "loader", "checkpoint", "supervise/launch"),
+    "rank_peers": _STEP,
     "ranks": _STEP,
     "recipes": ("guard", "loader", "checkpoint", "memory"),
     "recorder": ("recorder",),
