@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from holdfast.supervise.observe.environment import observing
 from typer.testing import CliRunner
 
 from holdfast.cli.main import make_app
+from holdfast.supervise.launch.commands import observing
 
 # The part of W&B that a script meets: `init` puts the method of the run into the module.
 WANDB = {

@@ -28,10 +28,10 @@ def test_each_rank_logs_and_what_is_alike_is_one_curve(tmp_path):
     pytest.importorskip("plotly")
     all_returned(run_ranks(logging, 2, str(tmp_path)))
     steps = figures(gather(tmp_path))["steps"]
-    titles = [each["text"] for each in steps["layout"]["annotations"]]
+    titles = dict(enumerate((each["text"] for each in steps["layout"]["annotations"]), start=1))
     curves: dict[str, list[tuple[str, list[float]]]] = {}
     for each in steps["data"]:
         number = int(each["yaxis"].removeprefix("y") or 1)
-        curves.setdefault(titles[number - 1], []).append((each["name"], each["y"]))
+        curves.setdefault(titles.get(number, "events"), []).append((each["name"], each["y"]))
     assert curves["<b>same</b>"] == [("all alike", [1, 2])]
     assert curves["<b>own</b>"] == curves["<b>again</b>"] == [("guard rank0", [0, 0]), ("guard rank1", [1, 1])]

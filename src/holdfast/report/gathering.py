@@ -35,25 +35,16 @@ from holdfast.recorder.run_files import (
     read_optimizers,
 )
 from holdfast.recorder.scalars import SCALARS_FILE, scalars_of
+from holdfast.report import series
 from holdfast.report.images import read_images
 from holdfast.report.run_follower import RunFollower
 from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot
-from holdfast.report.series import (
-    LOGGED,
-    MOST_POINTS,
-    OF_AN_OPTIMIZER,
-    Series,
-    columns,
-    columns_of_scalars,
-    rows_of_ring,
-    thinned,
-)  # fmt: skip
 from holdfast.report.sources import CHECKPOINTS_FOLDER, EventSeen, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
 # What a browser draws and a person reads. 48 curves of 2000 points in each of seven panels are some 10 MB of JSON.
 _MOST_LANES = 48
-_MOST_POINTS_IN_ALL = 48 * MOST_POINTS // 2
+_MOST_POINTS_IN_ALL = 48 * series.MOST_POINTS // 2
 _FEWEST_POINTS = 200
 _MOST_EVENTS_OF_A_KIND = 100
 _MOST_KINDS = 100
@@ -119,7 +110,7 @@ def _processes(
     last: dict[str, float] = {}
     for seen in events:
         last[seen.source] = seen.event.unix_seconds
-    most = max(_FEWEST_POINTS, min(MOST_POINTS, _MOST_POINTS_IN_ALL // max(len(observed), 1)))
+    most = max(_FEWEST_POINTS, min(series.MOST_POINTS, _MOST_POINTS_IN_ALL // max(len(observed), 1)))
     found = []
     for source in observed:
         assert source.info is not None
@@ -135,9 +126,9 @@ def _processes(
     return found
 
 
-def _lanes(source: Source, path: Path, reading: _Reading, most: int = MOST_POINTS) -> list[Lane]:
+def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOST_POINTS) -> list[Lane]:
     """Return what a process recorded of steps, and in lanes that follow what is of one of several optimizers."""
-    ring = next(iter(reading.listed(lambda path: [rows_of_ring(path)], path)), None)
+    ring = next(iter(reading.listed(lambda path: [series.rows_of_ring(path)], path)), None)
     logged = _logged(source, most, reading)
     if ring is None or not len(ring):
         none = np.array([])
@@ -146,12 +137,12 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = MOST_POINT
     reading.note_lost(source)
     old = read_history(path).rows
     old = old[old["time"] < ring["time"][0]]
-    rows, names = thinned(old, ring, most), read_optimizers(source.directory)
-    found = {source.label: columns(rows) | logged}
+    rows, names = series.thinned(old, ring, most), read_optimizers(source.directory)
+    found = {source.label: series.columns(rows) | logged}
     for number, name in enumerate(names if len(names) > 1 else [], start=1):
-        its = columns(rows[rows["optimizer"] == number])
-        found[f"{source.label}, {name}"] = {name: its[name] for name in OF_AN_OPTIMIZER if name in its}
-        for name in OF_AN_OPTIMIZER:
+        its = series.columns(rows[rows["optimizer"] == number])
+        found[f"{source.label}, {name}"] = {name: its[name] for name in series.OF_AN_OPTIMIZER if name in its}
+        for name in series.OF_AN_OPTIMIZER:
             found[source.label].pop(name, None)
     begins = (old if len(old) else ring)[0]
     seconds = float(begins["mean"][NAMES.index("seconds")])
@@ -164,13 +155,13 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = MOST_POINT
     return [main, *(replace(main, label=label, begun=None, columns=its) for label, its in found.items())]
 
 
-def _logged(source: Source, most: int, reading: _Reading) -> dict[str, Series]:
+def _logged(source: Source, most: int, reading: _Reading) -> dict[str, series.Series]:
     """Return the curves of what a process or a guard logged of its own."""
     scalars = scalars_of(records := reading.listed(read_ring, source.directory / SCALARS_FILE))
     if scalars and (lost := records[0].sequence - 1):
         gone = f"the logged values before step {scalars[0].step:,} are not recorded any more"
         reading.problems.append(f"of {source.label} {gone}: {lost:,} older records were overwritten")
-    found, names = columns_of_scalars(scalars, most), len({scalar.name for scalar in scalars})
+    found, names = series.columns_of_scalars(scalars, most), len({scalar.name for scalar in scalars})
     if names > len(found):
         reading.problems.append(f"of {source.label} the first {len(found)} of {names} logged names are drawn")
     return found
@@ -178,12 +169,9 @@ def _logged(source: Source, most: int, reading: _Reading) -> dict[str, Series]:
 
 def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) -> list[Lane]:
     """Return what guards recorded of steps, as far as their processes were not observed to record the same."""
-    known = {name for lane in observed for name in lane.columns}
+    known = {name for lane in observed for name in lane.columns if not name.startswith(series.LOGGED)}
     lanes = [lane for source in guards for lane in _lanes(source, source.directory / STEPS_FILE, reading)]
-    lanes = [
-        replace(lane, columns={k: v for k, v in lane.columns.items() if k not in known or k.startswith(LOGGED)})
-        for lane in lanes
-    ]
+    lanes = [replace(lane, columns={k: v for k, v in lane.columns.items() if k not in known}) for lane in lanes]
     return [lane for lane in lanes if lane.columns]
 
 

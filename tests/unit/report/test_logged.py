@@ -16,7 +16,7 @@ from holdfast.recorder.ring import HEADER_BYTES
 from holdfast.recorder.scalars import SCALARS_FILE, Scalars, checked
 from holdfast.report.figures import figures
 from holdfast.report.gathering import gather
-from holdfast.report.live import draw
+from holdfast.report.live import PANELS, draw
 from holdfast.report.watching import Watched
 
 
@@ -65,6 +65,22 @@ def test_too_many_names_and_lost_values_are_said(tmp_path: Path) -> None:
     assert "the logged values before step 5 are not recorded any more: 30 older records were overwritten" in problem
 
 
+def test_a_peak_among_many_values_is_seen(tmp_path: Path) -> None:
+    """Of many values a curve has means, and the least and most of each stretch; what is not finite is marked."""
+    folder = add_process(tmp_path)
+    scalars = Scalars(lambda: folder, lambda event: None)
+    for step in range(1, 5001):
+        value = {2000: 99.0, 3000: -99.0, 4000: math.inf}.get(step, 1.0)
+        scalars.write(checked({"often": value}, "", {}), step, None)
+    scalars.close()
+    (lane,) = gather(tmp_path).lanes
+    curve = lane.columns["logged: often"]
+    assert 500 < len(curve.values) <= 1000
+    assert (curve.finite.min(), curve.finite.max()) == (-99.0, 99.0)
+    assert [4000 - 8 < step <= 4000 for step in curve.nonfinite] == [True]
+    assert (lane.begun, lane.ended, lane.last_step) == (None, None, 0)
+
+
 @pytest.mark.parametrize("at", [0, 8, 20, HEADER_BYTES + 40, HEADER_BYTES + 150])
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_damaged_file_costs_its_values_only(tmp_path: Path, at: int, cut: bool) -> None:
@@ -89,6 +105,24 @@ def test_the_live_view_shows_the_newest_six(tmp_path: Path) -> None:
     shown = rows[rows.index(["logged", "value", "step"]) + 3 :][:5]
     assert shown == [["name-2", "nan", "9"], *([f"name-{n}", f"{n / 8:g}", f"{n}"] for n in (6, 5, 4, 3))]
     assert "\x1b[31m" not in screen.getvalue()
+
+
+def test_a_panel_of_the_live_view_shows_all(tmp_path: Path) -> None:
+    """A key leads to all names; where something else is shown there are none; JSON has them too."""
+    folder = add_process(tmp_path, [sample(1)])
+    for number in range(9):
+        log(folder, number, **{f"name-{number}": number / 8})
+    seen = Watched(tmp_path, Clock()).look()
+    shown = {}
+    for panel in PANELS:
+        screen = io.StringIO()
+        Console(file=screen, width=100).print(draw(seen, 100, panel))
+        shown[panel] = screen.getvalue().count("name-")
+    assert shown == {"all": 6, "processes": 0, "training": 9, "events": 0}
+    newest = seen.as_json()["scalars"][-1]
+    assert {**newest, "unix_seconds": 0} == {
+        "name": "name-8", "value": 1.0, "step": 8, "epoch": None, "unix_seconds": 0
+    }  # fmt: skip
 
 
 def test_every_sink_gets_them(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def _train(run, *, first: str, second: str) -> None:
     with Guard(run, model=model, optimizer=optimizers, check_split=False) as guard:
         for name in [first, second] * 5:
             guard.step(torch.ones(4, 2), lambda x, n=name: 0.0 * model[n](x).mean() + _LOSSES[n], optimizer=name)
+        guard.log(fid=4.5)
 
 
 def _run(command: str, run, *options: str) -> str:
@@ -47,11 +48,13 @@ def test_each_optimizer_of_a_guard_has_curves_of_its_own(tmp_path):
     }
     lanes = {lane.label: lane.columns for lane in gather(run).lanes}
     assert "loss" not in lanes["guard rank0"]
+    assert {label for label, curves in lanes.items() if "logged: fid" in curves} == {"guard rank0"}
     for name, loss in _LOSSES.items():
         curve = lanes[f"guard rank0, {name}"]["loss"]
         assert (set(curve.values), len(curve.steps)) == ({loss}, 10)
         assert f"guard rank0, {name}" in _run("watch", run, "--once")
-    lines = map(json.loads, _run("metrics", run, "--jsonl", "-").splitlines()[:-1])
+    lines = [json.loads(line) for line in _run("metrics", run, "--jsonl", "-").splitlines()[:-1]]
+    assert [(line["step"], line["value"]) for line in lines if line["kind"] == "scalar"] == [(10, 4.5), (20, 4.5)]
     points = [line for line in lines if line["kind"] == "step"]
     assert {name for point in points for name in point if name.startswith("loss")} == {
         "loss/critic",
