@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,12 @@ def test_the_page_opens_offline_and_draws(browser, page, tmp_path):
     assert max(height for _, height in boxes) > 50
     wide = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     assert browser.execute_script(wide)
+    tall = "return [...document.querySelectorAll('.plot')].map(e => e.clientHeight)"
+    before = browser.execute_script(tall)
+    browser.set_window_size(900, 1000)
+    time.sleep(1.0)  # plotly waits for the last of many changes
+    assert browser.execute_script(tall) == before
+    browser.set_window_size(1280, 1000)
 
 
 def test_images_of_the_run_are_shown_under_the_policy_of_the_page(browser, tmp_path):

@@ -128,7 +128,10 @@ def _guard_closed(how: str, reason: str) -> End:
 
 
 def _of_request(reason: str) -> str:
-    return endings.INTERRUPTED if reason == signal.SIGINT.name else endings.TERMINATED
+    """Return the cause of a stop: the program asks for one itself too, as where a metric gets no better."""
+    if reason == signal.SIGINT.name:
+        return endings.INTERRUPTED
+    return endings.TERMINATED if not reason or reason in signal.Signals.__members__ else endings.ENDED_WELL
 
 
 def _lost_at(lost: dict[str, Any]) -> float | None:
@@ -151,8 +154,8 @@ def _with_zero(facts: Facts) -> End:
     if stop is not None:
         why = f"a Guard saved and stopped on request ({reason})"
         exhibits = (Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=stop.unix_seconds),)
-    cause = endings.INTERRUPTED if asked == signal.SIGINT else _of_request(reason)
-    return End(cause=cause, confidence=0.85, status=0, well=True, why=why, exhibits=exhibits)
+    cause = _of_request(signal.Signals(asked).name if isinstance(asked, int) else reason)
+    return _unless_lost(End(cause=cause, confidence=0.85, status=0, well=True, why=why, exhibits=exhibits), facts)
 
 
 def _unless_lost(end: End, facts: Facts) -> End:

@@ -85,8 +85,8 @@ def draw(run: Seen, width: int, panel: str = "") -> RenderableType:
     if run.scalars and panel in ("", "all", "training"):
         most = len(run.scalars) if panel == "training" else _MOST_SCALARS
         parts.append(_table(run.scalars[::-1][:most], _SCALARS))
-    if run.events and panel in ("", "all", "events"):
-        parts.append(_table(run.events[::-1] if panel == "events" else run.events[-_MOST_EVENTS:], _EVENTS))
+    if (events := [each for each in run.events if each.event.kind != "verdict"]) and panel in ("", "all", "events"):
+        parts.append(_table(events[::-1] if panel == "events" else events[-_MOST_EVENTS:], _EVENTS))
     if run.verdict is not None:
         parts.append(_verdict(run))
     parts += [Text(f"note: {sanitise(problem, most=200)}", style="yellow") for problem in run.problems[:3]]

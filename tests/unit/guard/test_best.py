@@ -14,6 +14,8 @@ from tests.own_process import in_own_process
 import holdfast
 from holdfast.checkpoint.saver import export
 from holdfast.checkpoint.store import Store
+from holdfast.explain.collecting import collect
+from holdfast.explain.judging import judge
 
 VALUES = [0.5, 0.7, 0.6, 0.9, 0.8, 0.85, 0.7, 0.2]
 
@@ -62,6 +64,7 @@ def test_training_stops_when_nothing_gets_better(tmp_path: Path) -> None:
     assert "accuracy was not the best one in 2 validations" in reason
     assert best.global_step == 8
     assert max(weights) == 12
+    assert judge(collect(tmp_path)).family == "ended well"
 
 
 def _dies(run: Path) -> None:

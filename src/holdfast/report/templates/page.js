@@ -33,6 +33,7 @@
     const colours = theme();
     return Promise.all(Object.keys(figures).map(function (name) {
       const place = document.getElementById(name);
+      place.style.height = figures[name].layout.height + "px";  // a resize takes the height of the place
       return Plotly.newPlot(place, figures[name].data, themed(figures[name].layout, colours), config);
     }));
   }
