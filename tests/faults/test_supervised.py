@@ -330,7 +330,7 @@ def terminal() -> Iterator[Terminal]:
 ON_A_TERMINAL = """
 import os, signal, sys, time
 def size(*_):
-    print("size", os.get_terminal_size(2), flush=True)
+    os.write(1, f"size {os.get_terminal_size(2)}\\n".encode())  # a second signal may come meanwhile: no print
 signal.signal(signal.SIGWINCH, size)
 print("terminals", [os.isatty(n) for n in (0, 1, 2)], flush=True)
 size()
