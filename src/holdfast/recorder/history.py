@@ -105,34 +105,34 @@ def rows_of(
     slots = np.frombuffer(data, kind)
     due = slots["number"] if due is None else due
     whole = (slots["number"] == due) & (slots["end"] == due) & (due > after)
-    told = whole & (slots["mark"] != _BEGUN) if kind is _MARK else whole
+    valid = whole & (slots["mark"] != _BEGUN) if kind is _MARK else whole
     optimizer = slots["flags"] >> 8 & 255  # the bits above
-    found = [_grouped(slots, due, told & (optimizer == each), records, each) for each in np.unique(optimizer[told])]
+    found = [_grouped(slots, due, valid & (optimizer == each), records, each) for each in np.unique(optimizer[valid])]
     rows = np.concatenate([np.zeros(0, _ROW), *found])
     return rows[np.argsort(rows["number"], kind="stable")], int(whole.sum())
 
 
-def _grouped(slots: Rows, due: Numbers, told: Numbers, records: int, optimizer: int) -> Rows:
-    """Return a row for each so many slots, of those that are `told`."""
+def _grouped(slots: Rows, due: Numbers, valid: Numbers, records: int, optimizer: int) -> Rows:
+    """Return a row for each so many slots, of those that are `valid`."""
     values, places = slots["values"].T.copy(), [NAMES.index(name) for name in ("loss", "grad_norm", "seconds")]
     if slots.dtype == _SAMPLE:
         sizes, places = slots["sizes"].T, list(range(len(NAMES)))
         values = np.concatenate([values, np.where(sizes > 0, sizes, np.nan)])
-    finite = np.isfinite(values) & told
-    odd = ~finite & ~np.isnan(values) & told
+    finite = np.isfinite(values) & valid
+    odd = ~finite & ~np.isnan(values) & valid
     flags = slots["flags"] >> np.arange(_READ_FLAGS, dtype=np.uint16)[:, None] & 1
-    odd[:_READ_FLAGS] |= ~finite[:_READ_FLAGS] & (flags > 0) & told
+    odd[:_READ_FLAGS] |= ~finite[:_READ_FLAGS] & (flags > 0) & valid
     rows, shape = np.zeros(len(slots) // records, _ROW), (len(places), -1, records)
     rows["number"], rows["optimizer"], rows["low"], rows["high"] = due[::records], optimizer, np.inf, -np.inf
     for name in ("time", "step"):
-        rows[name] = np.where(told, slots[name], np.uint64(2**64 - 1)).reshape(-1, records).min(1)
+        rows[name] = np.where(valid, slots[name], np.uint64(2**64 - 1)).reshape(-1, records).min(1)
     rows["finite"][:, places], rows["odd"][:, places] = (each.reshape(shape).sum(2).T for each in (finite, odd))
     rows["low"][:, places] = np.where(finite, values, np.inf).reshape(shape).min(2).T
     rows["high"][:, places] = np.where(finite, values, -np.inf).reshape(shape).max(2).T
     with np.errstate(over="ignore"):
         rows["mean"][:, places] = np.where(finite, values, 0.0).reshape(shape).sum(2).T
     rows["mean"] /= np.maximum(rows["finite"], 1)
-    return rows[told.reshape(-1, records).any(1)]
+    return rows[valid.reshape(-1, records).any(1)]
 
 
 def read_history(path: Path) -> History:

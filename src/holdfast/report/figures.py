@@ -301,8 +301,8 @@ def _event_traces(placed: Iterable[tuple[EventSeen, str | float, str | float]], 
 
 def _events_on_curves(lanes: Sequence[Lane], events: Sequence[EventSeen]) -> list[Figure]:
     """Return marks at the top of the first panel, on an axis of their own, with a line down to its foot."""
-    told = [seen for seen in events if severity(seen.event) != "info" or seen.event.kind in _MILESTONES]
-    found = _event_traces((seen, step, 1.0) for seen in told if (step := _step_of(lanes, seen)) is not None)
+    shown = [seen for seen in events if severity(seen.event) != "info" or seen.event.kind in _MILESTONES]
+    found = _event_traces((seen, step, 1.0) for seen in shown if (step := _step_of(lanes, seen)) is not None)
     for trace in found:
         line = {"type": "data", "symmetric": False, "array": [0], "arrayminus": [1.0] * len(trace["x"]), "width": 0,
                 "thickness": 0.7, "color": trace["marker"]["color"]}  # fmt: skip

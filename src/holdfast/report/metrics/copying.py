@@ -145,10 +145,10 @@ class _Naming:
 
     def points(self, news: News) -> list[Point]:
         """Return the points of a source; no steps of a guard whose process is observed, which says more."""
-        source, told = news.source, list[StepSample | Scalar](news.scalars)
+        source, recorded = news.source, list[StepSample | Scalar](news.scalars)
         self._observed = self._observed or (source.kind == "process" and bool(news.samples))
         if source.kind == "process" or not self._observed:
-            told = [*news.samples, *told]
+            recorded = [*news.samples, *recorded]
         names = read_optimizers(source.directory)
         several = dict(enumerate(names, start=1)) if len(names) > 1 else {}
         return [
@@ -158,7 +158,7 @@ class _Naming:
                 values={f"logged/{each.name}": each.value} if isinstance(each, Scalar)
                 else _values(each, several.get(each.optimizer)),
             )
-            for each in told
+            for each in recorded
         ]  # fmt: skip
 
     def _name(self, source: Source) -> str:
