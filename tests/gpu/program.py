@@ -41,7 +41,7 @@ def dead_device(folder: Path) -> None:
     )  # fmt: skip
     for batch in guard.batches(max_epochs=1):
         guard.step(batch.to(DEVICE), lambda x: model(x).square().mean())
-    print(f"resumed from {guard.resumed_from and guard.resumed_from.name}, ended at step {guard.global_step}")
+    (folder / "ended").write_text(f"{guard.resumed_from and guard.resumed_from.name} {guard.global_step}")
 
 
 def ranks(folder: Path) -> None:
@@ -60,10 +60,10 @@ def ranks(folder: Path) -> None:
         attempts, refused = [], []
         for step, batch in enumerate(guard.batches(max_epochs=1)):
 
-            def loss_fn(x: torch.Tensor, step: int = step, name: str = name, refused: list[int] = refused) -> Any:
-                loss = model(x).square().mean()
-                if (name, step, rank) == ("disturbed", 3, 1) and not refused:
-                    refused.append(step)
+            def loss_fn(x: torch.Tensor, fails: bool = (name, step, rank) == ("disturbed", 3, 1)) -> Any:
+                loss = model(x).square().mean()  # noqa: B023 - called in this round only
+                if fails and not refused:  # noqa: B023
+                    refused.append(0)  # noqa: B023
                     torch.empty(2**50, dtype=torch.uint8, device=DEVICE)
                 return loss
 
