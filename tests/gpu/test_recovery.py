@@ -61,12 +61,11 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 class Once:
     """Has memory refused at its first call."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    called = False
 
     def __call__(self) -> None:
-        self.calls += 1
-        if self.calls == 1:
+        self.called, before = True, self.called
+        if not before:
             ask_for_too_much()
 
 
@@ -112,8 +111,8 @@ class AsksInASave:
         pass
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_is_the_bare_loop_of_torch(tmp_path: Path, precision: Any) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_guarded_loop_is_the_bare_loop_of_torch(tmp_path: Path, precision: Any) -> None:
     """Weights and moments have the same bits, and the step that overflows in fp16 is left out by both."""
     fp16 = precision == "fp16"
 
@@ -127,7 +126,7 @@ def test_half_precision_is_the_bare_loop_of_torch(tmp_path: Path, precision: Any
     torch.manual_seed(3)
     for step in range(STEPS):
         optimizer.zero_grad()
-        with torch.autocast(DEVICE, torch.float16 if fp16 else torch.bfloat16):
+        with torch.autocast(DEVICE, torch.float16 if fp16 else torch.bfloat16, enabled=precision != "fp32"):
             loss = loss_of(bare, step)(batch_of(step))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -199,8 +198,7 @@ def test_refused_in_a_step_of_adam_it_goes_back_to_a_checkpoint(tmp_path: Path, 
     assert "memory" in back.data["reason"]
     if foreach is None and DEVICE == "cuda":
         assert back.data["promise"] == "equal up to rounding"
-        for a, b in zip(found, undisturbed, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert_close(found, undisturbed, 1e-4)
     else:
         assert back.data["promise"] == "bit-exact"
         assert_same(found, undisturbed)
@@ -236,15 +234,25 @@ def test_refused_in_a_save_costs_no_bit_of_the_training(tmp_path: Path) -> None:
     assert newest.global_step == STEPS
 
 
+def gradient_in_parts(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.zeros_like(p) for p in model.parameters()]
+    for part in x.split(1024):
+        loss = model(part.to(DEVICE)).square().mean() * (len(part) / len(x))
+        found = [a + b for a, b in zip(found, torch.autograd.grad(loss, list(model.parameters())), strict=True)]
+    return found
+
+
+def assert_close(found: Any, expected: list[torch.Tensor], rtol: float = 1e-3) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6)
+
+
 def in_pieces() -> None:
     """Under 1 GiB, have two thirds of it free in pieces of at most 12 MiB; then make a step that asks for more."""
     torch.cuda.set_per_process_memory_fraction(GIB / torch.cuda.get_device_properties(0).total_memory)
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).cuda(), torch.randn(49152, 256)
-    twin = [torch.zeros_like(p) for p in model.parameters()]
-    for part in x.split(1024):
-        loss = model(part.cuda()).square().mean() * (len(part) / len(x))
-        twin = [a + b for a, b in zip(twin, torch.autograd.grad(loss, list(model.parameters())), strict=True)]
+    twin = gradient_in_parts(model, x)
     torch.cuda.empty_cache()
     kept = []
     try:
@@ -264,8 +272,7 @@ def in_pieces() -> None:
         guard.close()
     assert result.attempts > 1, events
     assert "split" in events
-    for p, expected in zip(model.parameters(), twin, strict=True):
-        torch.testing.assert_close(p.grad, expected, rtol=1e-3, atol=1e-6)
+    assert_close([p.grad for p in model.parameters()], twin)
     del kept
 
 
@@ -315,16 +322,12 @@ def test_a_batch_that_a_compiled_model_cannot_take_is_split(tmp_path: Path, one_
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.Tanh()))).cuda()
     compiled, x = torch.compile(model), torch.randn(65536, 1024, device="cpu")
-    twin = [torch.zeros_like(p) for p in model.parameters()]
-    for part in x.split(8192):
-        loss = model(part.cuda()).square().mean() * (len(part) / len(x))
-        twin = [a + b for a, b in zip(twin, torch.autograd.grad(loss, list(model.parameters())), strict=True)]
+    twin = gradient_in_parts(model, x)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with holdfast.Guard(tmp_path, model=compiled, optimizer=optimizer, save_interval_steps=None) as guard:
         result = guard.step(x, lambda part: compiled(part.cuda()).square().mean())
     assert result.attempts > 1
-    for p, expected in zip(model.parameters(), twin, strict=True):
-        torch.testing.assert_close(p.grad, expected, rtol=1e-3, atol=1e-6)
+    assert_close([p.grad for p in model.parameters()], twin)
 
 
 class FromAGenerator:
