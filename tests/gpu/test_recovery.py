@@ -6,6 +6,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,57 +59,16 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-class Once:
-    """Has memory refused at its first call."""
+def refused_once() -> Callable[..., None]:
+    """Return a function that has memory refused at its first call."""
+    calls: list[Any] = []
 
-    called = False
-
-    def __call__(self) -> None:
-        self.called, before = True, self.called
-        if not before:
+    def once(*_: Any) -> None:
+        calls.append(_)
+        if len(calls) == 1:
             ask_for_too_much()
 
-
-class InBackward(torch.autograd.Function):
-    """Calls a function when its gradient is wanted."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
-        ctx.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.call()
-        return gradient, None
-
-
-class Torn(torch.optim.AdamW):
-    """Has changed a weight already when memory is refused in one of its steps."""
-
-    torn_at, steps = 4, 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps += 1
-        if self.steps == self.torn_at:
-            with torch.no_grad():
-                self.param_groups[0]["params"][0].add_(1.0)
-            ask_for_too_much()
-        return super().step(closure)
-
-
-class AsksInASave:
-    """State of the caller for which memory is refused when it is saved after step 4."""
-
-    guard: holdfast.Guard | None = None
-
-    def state_dict(self) -> dict[str, int]:
-        if self.guard is not None and self.guard.global_step == 4:
-            ask_for_too_much()
-        return {"saved": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
+    return once
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
@@ -146,30 +106,41 @@ def test_a_guarded_loop_is_the_bare_loop_of_torch(tmp_path: Path, precision: Any
 
 
 def train(
-    run_dir: Path, where: str = "", *, foreach: bool | None = None, asks: AsksInASave | None = None
+    run_dir: Path, where: str = "", foreach: bool | None = None
 ) -> tuple[holdfast.Guard, list[torch.Tensor], list[int]]:
-    """Train; memory is refused once, in the forward or backward pass of step 3 or in a step of AdamW."""
-    model, once = perceptron(), Once()
-    kind = Torn if where == "optimizer" else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=1e-3, foreach=foreach)
-    data = [batch_of(step) for step in range(STEPS)]
+    """Train; memory is refused once, in a pass of step 3, in a step of AdamW, or in each save of step 4."""
+    model, once, attempts, tears = perceptron(), refused_once(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
+
+    def torn(*_: Any) -> None:
+        if where == "optimizer" and guard.global_step == 3 and not tears:
+            tears.append(0)
+            with torch.no_grad():
+                model[0].weight.add_(1.0)  # it has changed a weight already
+            ask_for_too_much()
+
+    def saved() -> dict[str, int]:
+        if where == "save" and guard is not None and guard.global_step == 4:
+            ask_for_too_much()
+        return {"saved": 1}
+
+    guard: Any = None
+    state = SimpleNamespace(state_dict=saved, load_state_dict=lambda _: None)
     guard = holdfast.Guard(
-        run_dir, model=model, optimizer=optimizer, loader=data, save_interval_steps=2, async_save=False,
-        check_split=False, state=None if asks is None else {"asks": asks},
+        run_dir, model=model, optimizer=optimizer, loader=[batch_of(step) for step in range(STEPS)],
+        save_interval_steps=2, async_save=False, check_split=False, state={"state": state},
     )  # fmt: skip
-    if asks is not None:
-        asks.guard = guard
-    attempts = []
+    optimizer.register_step_pre_hook(torn)
     torch.manual_seed(7)
     for x in guard.batches(max_epochs=1):
-        fails = guard.global_step == 3 and where in ("forward", "backward")
 
-        def loss_fn(x: torch.Tensor, fails: bool = fails) -> torch.Tensor:
+        def loss_fn(x: torch.Tensor, third: bool = guard.global_step == 3) -> torch.Tensor:
             hidden = model[:3](x)
-            if fails and where == "forward":
+            if third and where == "forward":
                 once()
-            out = model[3](InBackward.apply(hidden, once) if fails and where == "backward" else hidden)
-            return out.square().mean()
+            if third and where == "backward" and hidden.requires_grad:
+                hidden.register_hook(once)
+            return model[3](hidden).square().mean()
 
         attempts.append(guard.step(x, loss_fn).attempts)
     return guard, state_of(model, optimizer), attempts
@@ -192,8 +163,8 @@ def test_refused_once_in_a_pass_it_ends_as_if_undisturbed(tmp_path: Path, where:
 @pytest.mark.parametrize("foreach", [False, None])
 def test_refused_in_a_step_of_adam_it_goes_back_to_a_checkpoint(tmp_path: Path, foreach: bool | None) -> None:
     """What that step has changed is gone: the same bits at the end, or rounding where it updated many at once."""
-    _, undisturbed, _ = train(tmp_path / "a", foreach=foreach)
-    guard, found, _ = train(tmp_path / "b", "optimizer", foreach=foreach)
+    _, undisturbed, _ = train(tmp_path / "a", "", foreach)
+    guard, found, _ = train(tmp_path / "b", "optimizer", foreach)
     (back,) = [event for event in guard.events() if event.kind == "roll_back"]
     assert "memory" in back.data["reason"]
     if foreach is None and DEVICE == "cuda":
@@ -224,7 +195,7 @@ def test_state_of_adam_that_does_not_fit_is_a_clear_error(tmp_path: Path) -> Non
 def test_refused_in_a_save_costs_no_bit_of_the_training(tmp_path: Path) -> None:
     """A save that fails is an event, training goes on, and the run can be continued."""
     _, undisturbed, _ = train(tmp_path / "a")
-    guard, found, _ = train(tmp_path / "b", asks=AsksInASave())
+    guard, found, _ = train(tmp_path / "b", "save")
     assert_same(found, undisturbed)
     (failed,) = [event for event in guard.events() if event.kind == "save_failed"]
     assert "memory" in str(failed.data)
@@ -300,7 +271,7 @@ def compiled_pair(mode: str | None, bare_steps: int) -> tuple[Any, Any, nn.Modul
 def test_a_compiled_model_is_the_bare_compiled_loop(tmp_path: Path, one_gib: None, mode: str | None) -> None:
     """Also where memory is refused once beside what a compiled pass has kept, and with CUDA graphs."""
     bare, model, compiled, optimizer = compiled_pair(mode, STEPS)
-    once, attempts = Once(), []
+    once, attempts = refused_once(), []
     guard = holdfast.Guard(tmp_path, model=compiled, optimizer=optimizer, save_interval_steps=4, check_split=False)
     for step in range(STEPS):
 
