@@ -15,6 +15,7 @@ step; peak memory <= 1 % more plus a copy of the mutable buffers.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import warnings
@@ -126,6 +127,7 @@ def measure_peers(result: Result, kind: str, batch_size: int, pairs: int) -> Non
 def measure_memory(result: Result, kind: str, batch_size: int) -> None:
     peaks, buffers = [], 0
     for loop in (bare, guarded):
+        gc.collect()
         torch.cuda.empty_cache()
         job = Job(kind, batch_size, "cuda")
         buffers = job.mutable_buffer_bytes()
@@ -154,10 +156,9 @@ def main() -> None:
         name, sizes[kind] = f"{kind}, {milliseconds:g} ms", size.batch_size
         result.parameters[name] = {"batch_size": size.batch_size, "bare_milliseconds": size.milliseconds}
         measure_time(result, kind, name, size.batch_size, pairs, first=milliseconds == 10)
-        if (kind, milliseconds) == ("mlp", 20.0) or options.quick:
-            measure_peers(result, kind, size.batch_size, 2 if options.quick else _PEER_PAIRS)
     for kind, batch_size in sizes.items():
         measure_memory(result, kind, batch_size)
+    measure_peers(result, "mlp", sizes["mlp"], 2 if options.quick else _PEER_PAIRS)  # last: their threads never end
     result.write()
 
 
