@@ -230,12 +230,14 @@ def describe_device() -> dict[str, Any]:
 def describe_commit() -> dict[str, Any]:
     """Return the git commit of this checkout, and whether anything but results differs from it.
 
-    Where git cannot say it, the variable ``BENCH_COMMIT`` may: ``HASH`` or ``HASH-dirty``.
+    For a copy without its history the variable ``BENCH_COMMIT`` says it: ``HASH`` or ``HASH-dirty``.
     """
+    given, _, dirty = os.environ.get("BENCH_COMMIT", "").partition("-")
+    if given:
+        return {"commit": given, "dirty": bool(dirty)}
     commit = _git("rev-parse", "HEAD")
     if commit is None:
-        given, _, dirty = os.environ.get("BENCH_COMMIT", "").partition("-")
-        return {"commit": given or None, "dirty": bool(dirty) if given else None}
+        return {"commit": None, "dirty": None}
     changed = _git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
     return {"commit": commit, "dirty": bool(changed)}
 

@@ -1,7 +1,8 @@
 """The forecast on a CUDA device: its error, and its verdict.
 
-How: every job of `forecast_models` is forecast in fp32, bf16 and fp16 from traces at 2 and 4 samples, in processes
-beside this one and without the device, for the largest power of two of samples that stays below 3 GiB. Then it really
+How: every job of `forecast_models` is forecast in fp32 and bf16, in processes beside this one and without the
+device: traces at 2 and 4 samples give the largest power of two of samples that stays below 3 GiB, and a trace of that
+many the forecast, as with ``holdfast plan``. Then it really
 trains for three steps, and ``max_memory_allocated`` and what the process takes of the device (all that is taken, so
 nobody else may use it) are compared with the forecast.
 
@@ -41,7 +42,7 @@ from holdfast.forecast.trace.extrapolation import fit
 
 _SECONDS, _SECONDS_TO_FORECAST = 230.0, 110.0
 _TARGET_BYTES = 3 * GIB
-_PRECISIONS = ("fp32", "bf16", "fp16")
+_PRECISIONS = ("fp32", "bf16")
 _TRACED = (2, 4)
 _MOST_SAMPLES = 1 << 16  # beyond it kernels meet limits of their own that are not memory
 
@@ -97,7 +98,8 @@ def predict(name: str, precision: str, device: Device) -> Plan | str:
     size = _TRACED[0]
     while 2 * size <= _MOST_SAMPLES and live_peak(scaled.at(2 * size)) <= _TARGET_BYTES:
         size *= 2
-    trace = played(scaled.at(size), 3)
+    traced = trace_job(model_named(name).request(precision=precision, sizes=(size,))).traces[0]  # as `plan` does
+    trace = played(traced, 3)
     found = check_fit(*trace, device, margin_bytes=0)
     return Plan(
         model=name,

@@ -7,13 +7,13 @@ peak. Then the process's share of the device's memory is limited (``torch.cuda.s
 random point between what an eighth of the batch needs, with a quarter to spare, and 95 % of what the whole batch
 needs (with AdamW at least what forward and backward need without its state). Under it a bare step shows where a plain
 loop ends, and the guarded step is made. In every fifth case half of that memory is free only in pieces of at most 12
-MiB; of all cases the last fifth is made in a process with expandable segments. TF32 is off. A step is recovered under
+MiB; of the ten processes that share the device two have expandable segments. TF32 is off. A step is recovered under
 the same conditions as in ``benchmarks.oom_recovery``, and a case counts if memory was really refused. A device whose
 context has died ends the script with what was found until then.
 
 Cost: wall time between synchronisations over (attempts x time of the bare step). What was there before the first case
 is left out of collections of garbage, which are most of it where steps take milliseconds; run directories are in
-memory.
+memory. Ten processes at a time make it a rough figure.
 
 To reach: 200 of 200 recovered.
 """
@@ -27,7 +27,7 @@ import os
 import tempfile
 import time
 from collections import Counter as Tally
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ _TIMES_THE_BARE_ERROR = 2.0
 _TIMES_THE_BATCH = 8
 _LEAST_SPARE, _MOST_SHARE = 1.25, 0.95
 _WIDE = Case(number=0, kind="mlp", batch_size=8192, sizes={"width": 2048, "depth": 6}, share=0.0)
+_PROCESSES, _NUMBERS = 10, 960  # at a time, and between the first cases of two
 _MIB = 1 << 20
 _DEVICE = "cuda"
 _IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -241,14 +242,11 @@ def collect(first: int, wanted: int, memory: str = "whole") -> tuple[list[Row], 
     return rows, notes
 
 
-def with_expandable_segments(first: int, wanted: int) -> tuple[list[Row], list[str]]:
-    """Run cases in a process of their own whose allocator has expandable segments."""
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(collect, first, wanted, "expandable").result(300)
-        finally:
-            del os.environ["PYTORCH_ALLOC_CONF"]
+def apart(first: int, wanted: int, memory: str = "whole") -> Future[tuple[list[Row], list[str]]]:
+    """Run cases in a process of their own."""
+    os.environ.update(PYTORCH_ALLOC_CONF=f"expandable_segments:{memory == 'expandable'}", OMP_NUM_THREADS="1")
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))  # it starts with the first call
+    return pool.submit(collect, first, wanted, memory)
 
 
 def add_figures(result: Result, rows: list[Row]) -> None:
@@ -280,12 +278,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("skipped: no CUDA device")
         return
-    wanted = 20 if options.quick else 200
-    result = Result(options=options, parameters={"cases": wanted, "times_the_batch": _TIMES_THE_BATCH})
-    rows, notes = collect(0, wanted - wanted // 5)
-    more, others = with_expandable_segments(3 * wanted, wanted // 5)
-    result.notes += notes + others
-    add_figures(result, rows + more)
+    each = 2 if options.quick else 20
+    parameters = {"processes": _PROCESSES, "cases of each": each, "times_the_batch": _TIMES_THE_BATCH}
+    result = Result(options=options, parameters=parameters)
+    kinds = ["whole"] * (_PROCESSES - 2) + ["expandable"] * 2
+    started = [apart(_NUMBERS * place, each, kind) for place, kind in enumerate(kinds)]
+    rows: list[Row] = []
+    for process in started:
+        more, notes = process.result(500)
+        rows += more
+        result.notes += notes
+    add_figures(result, rows)
     result.write()
 
 

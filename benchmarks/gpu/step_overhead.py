@@ -32,6 +32,7 @@ _TIMED = (
     ("mlp2048", 100.0, 6),
 )  # fmt: skip
 _BLOCK, _FIRST_PAIRS, _WARM_AFTER, _HOST_STEPS = 20, 20, 500, 5
+_SAMPLED = 50  # steps, of which the diagnosis reads more in one
 _TINY_BATCH, _SMALL_BATCH, _PEER_PAIRS = 4, 64, 6
 
 
@@ -66,10 +67,10 @@ def synchronisations(run: object) -> float:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            run(_BLOCK)
+            run(_SAMPLED)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in caught) / _BLOCK
+    return sum("synchroniz" in str(each.message) for each in caught) / _SAMPLED
 
 
 def warmed_up(names: list[str], kind: str, batch_size: int, device: str = "cuda") -> list[tuple[str, Loop]]:
