@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.guard.ranks import ranks, replicated
 from holdfast.guard.splitting.window import Window
 
 pytestmark = pytest.mark.slow
@@ -203,27 +200,6 @@ def test_failures_at_random_places_leave_no_trace(tmp_path):
     ):
         for plan, (found, _, _) in zip(plans, disturbed, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True)), plan
-
-
-def with_a_twin(rank, run, twin):
-    if twin == "pays zeros":
-        replicated.math = SimpleNamespace(nan=0.0, inf=math.inf)
-    if twin == "skips the vote":
-        ranks.Ranks.accepts = lambda self, _: self._model.end() or True
-        ranks.Ranks._forget = lambda self: self._model.reset()
-        ranks.Messages.exchange = lambda self, topic, value: [value, value]
-    try:
-        (undisturbed, _, _), (found, _, _) = undisturbed_and(rank, run, "plain", [PLANS["backward"]], EXACT)
-    except holdfast.HoldfastError:
-        return False
-    return all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True))
-
-
-@pytest.mark.parametrize("twin", ["pays zeros", "skips the vote"])
-def test_a_broken_twin_is_caught(tmp_path, twin):
-    """The comparison above fails where a rank pays with zeros, or where nobody asks the others."""
-    ends = run_ranks(with_a_twin, 2, tmp_path, twin, limit_seconds=8.0, may_hang=True)
-    assert not all(end.returned for end in ends), ends
 
 
 def compares_samples(rank, run, most):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from tests.docs.pages import DOCS, blocks
 from tests.ranks.harness import Ended, _free_port, all_returned, run_ranks
-from tests.ranks.twins import TWINS
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -153,8 +152,7 @@ def test_a_group_of_one_process_is_one_process(tmp_path, kind):
 RAGGED = {2: [(5, 8, 3, 1), (2, 1, 7, 6)], 3: [(5, 8, 3, 1), (2, 1, 7, 6), (4, 4, 1, 9)]}
 
 
-def ragged(rank, run, world_size, twin=None):
-    TWINS[twin](rank)
+def ragged(rank, run, world_size):
     model, optimizer = model_and_optimizer()
     model.eval()
     loader = batches_of(rank, sizes=RAGGED[world_size][rank])
@@ -192,8 +190,7 @@ def test_ragged_batches_weigh_by_their_items(tmp_path, world_size):
 FEW = torch.randn(17, 6, generator=torch.Generator().manual_seed(5))
 
 
-def few_left(rank, run, twin=None):
-    TWINS[twin](rank)
+def few_left(rank, run):
     model, optimizer = model_and_optimizer()
     model.eval()
     loader = holdfast.DataLoader(FEW, batch_size=5)
@@ -355,8 +352,7 @@ def test_a_loss_over_all_ranks_is_not_replayed_by_one(tmp_path):
         assert "needs the other ranks" in reasons[2]
 
 
-def spiking(rank, run, twin=None):
-    TWINS[twin](rank)
+def spiking(rank, run):
     model, optimizer = model_and_optimizer()
     loader = batches_of(rank, sizes=(8,) * 202)
     optimizer.param_groups[0]["lr"] = 1e-4
@@ -433,8 +429,7 @@ def test_memory_that_the_optimizer_of_one_rank_lacks_changes_nothing(tmp_path):
     assert any(b"state_taken" in each.read_bytes() for each in events if each.is_file())
 
 
-def stopped(rank, run, how, where, twin=None):
-    TWINS[twin](rank)
+def stopped(rank, run, how, where):
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
     for batch in guard.batches(max_epochs=1):
@@ -477,8 +472,7 @@ def test_an_undisturbed_step_adds_one_collective(tmp_path):
         assert found[7] == found[3] + 1
 
 
-def going_back(rank, run, twin=None):
-    TWINS[twin](rank)
+def going_back(rank, run):
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(
         run,
@@ -711,25 +705,6 @@ def test_a_rank_that_catches_its_error_and_stays_holds_nobody(tmp_path):
     assert first.seconds < 8.0
     assert "rank 1 has failed with ZeroDivisionError" in first.output
     assert second.returned is True, "calls of the model outside of a step send buffers again"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "check", "given", "twin"),
-    [
-        (ragged, lambda found: check_as_alone(found, of_all(2)), (2,), "hears the items of the first rank only"),
-        (few_left, lambda found: check_as_alone(found, [FEW[:15], FEW[15:]]), (), "counts what repeats"),
-        (spiking, check_all_skip, (), "judges by itself"),
-        (stopped, check_stopped, ("call", 0), "does not say that it was asked to stop"),
-        (going_back, check_back, (), "does not go back"),
-    ],
-)
-def test_a_broken_twin_is_caught(tmp_path, function, check, given, twin):
-    """What the tests above look at would show a rank that leaves out its part of the agreement."""
-    world_size = 3 if function is few_left else 2
-    ends = run_ranks(function, world_size, tmp_path, *given, twin, limit_seconds=20.0)
-    with pytest.raises(AssertionError):
-        check(all_returned(ends))
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.ranks.harness import all_returned, run_ranks
-from tests.ranks.twins import TWINS
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -100,8 +99,7 @@ def guarded(rank, run, kind):
     return found, losses
 
 
-def bare_and_guarded(rank, run, kinds, twin=None):
-    TWINS[twin](rank)
+def bare_and_guarded(rank, run, kinds):
     return [(bare(rank, kind), guarded(rank, f"{run}/{kind}", kind)) for kind in kinds]
 
 
@@ -120,8 +118,7 @@ def check_undisturbed(found):
             assert losses == of_first
 
 
-def trained(rank, run, kind, until, twin=None):
-    TWINS[twin](rank)
+def trained(rank, run, kind, until):
     model, optimizer = made(kind)
     data = list(torch.randn(96, 6, generator=torch.Generator().manual_seed(1)).unbind())
     loader = holdfast.DataLoader(list(enumerate(data)), batch_size=4, shuffle=True, seed=3)
@@ -314,8 +311,7 @@ def test_the_weights_of_all_ranks_become_one_plain_file(tmp_path):
         assert torch.equal(parameter, found["ended with"][name])
 
 
-def saving_badly(rank, run, what, twin=None):
-    TWINS[twin](rank)
+def saving_badly(rank, run, what):
     model, optimizer = made()
     given = {"save_interval_steps": 1, "async_save": what != "full disk, at once", "nonfinite_patience": 1}
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8,) * 9), **given)
@@ -360,25 +356,3 @@ def check_saved(found, run, what):
     for path in Path(run, "checkpoints").iterdir():
         assert not path.name.startswith(".tmp")
         assert sum(name.startswith("rank1/") for name in verify(path).files) == 1 + ("step00000000" not in path.name)
-
-
-@pytest.mark.parametrize("twin", ["measures its shards only", "reads the first rows", "sees its own share only"])
-def test_a_broken_twin_is_caught(tmp_path, twin):
-    """What the tests above look at would show a rank that takes its own share for all there is."""
-    if twin == "measures its shards only":
-        ends, check = run_ranks(bare_and_guarded, 2, tmp_path, ["resharded"], twin), check_undisturbed
-    elif twin == "reads the first rows":
-        before = all_returned(run_ranks(trained, 2, tmp_path, "resharded", 3))[0]["ended with"]
-        ends = run_ranks(trained, 2, tmp_path, "resharded", 4, twin)
-
-        def check(found):
-            assert all(equal(of_rank["begun with"], before) for of_rank in found)
-
-    else:
-        ends = run_ranks(saving_badly, 2, tmp_path, "NaN", twin, limit_seconds=6.0, may_hang=True)
-
-        def check(found):
-            check_saved(found, tmp_path, "NaN")
-
-    with pytest.raises(AssertionError):
-        check(all_returned(ends))
