@@ -83,9 +83,10 @@ class IntervalChooser:
         never loses more than half of its time. Most runs that fail do so early.
         """
         known = self.costs or ([self._first] if self._first else [(0.0, 0.0)])
-        cost, write = (statistics.median(values) for values in zip(*known, strict=True))
-        interval = max(EARLY_SECONDS, age, _EARLY_COSTS * cost)
+        cost, write = (float(statistics.median(values)) for values in zip(*known, strict=True))
+        interval: float = max(EARLY_SECONDS, age, _EARLY_COSTS * cost)
         if cost > 0:
             best = optimal_interval_seconds(cost, self._between_failures)
             interval = min(interval, max(best, cost / self._most_overhead, write))
-        return max(interval, statistics.median(self._computed or [0.0]) / self._most_overhead)
+        computed: float = statistics.median(self._computed or [0.0])
+        return max(interval, computed / self._most_overhead)
