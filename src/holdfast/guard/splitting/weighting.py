@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from holdfast.core.errors import BatchError
-from holdfast.loader.splitting import copied
 
 # torch's ignore_index; -1 and 0 are the other common paddings. A value at half of all row ends is looked at too.
 _PADDINGS = (-100, -1, 0)
@@ -119,22 +118,6 @@ def _entries(kind: Kind, keys: Keys, ignored: Iterable[int], shifts: Iterable[in
     return [
         Weighting(kind=kind, keys=keys, ignored=value, shifted=shifted) for value in ignored for shifted in shifts
     ]
-
-
-def of_one_length(batch: Any, size: int) -> tuple[Any, str] | None:
-    """Return a copy of a batch in which all samples are as long as the longest, and what holds their lengths.
-
-    They are whole numbers, one a sample, the largest of which is a dimension of another tensor. None: there are none.
-    """
-    leaves = [(keys, leaf) for keys, leaf in _nodes(batch, ()) if _is_plain(leaf)]
-    sides = {side for _, leaf in leaves for side in leaf.shape if side != size}
-    for keys, leaf in leaves:
-        whole = leaf.shape == (size,) and not leaf.is_floating_point() and leaf.dtype != torch.bool
-        if whole and int(leaf.max()) in sides and 0 < leaf.min() < leaf.max():  # labels begin with 0
-            evened = copied(batch)
-            _follow(evened, keys).fill_(leaf.max())
-            return evened, "batch" + "".join(f"[{key!r}]" for key in keys)
-    return None
 
 
 def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[float, ...] | None:
