@@ -108,6 +108,7 @@ def bare_and_guarded(rank, run, kinds):
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
     [
+        (1, ["replicated", "resharded"]),
         (2, ["replicated", "static"]),
         (3, ["replicated", "static"]),
         pytest.param(2, ["resharded", "kept", "bf16"], marks=pytest.mark.slow),
@@ -186,29 +187,34 @@ def test_a_run_goes_on_on_other_numbers_of_ranks_and_spread_in_another_way(tmp_p
     assert sorted(seen) == list(range(96))
 
 
-def ragged(rank, run, kind):
+RAGGED = [(5, 8, 3, 1), (2, 1, 7, 6), (4, 4, 1, 9)]
+FEW = torch.randn(17, 6, generator=torch.Generator().manual_seed(5))
+
+
+def ragged(rank, run, kind, few):
     model, optimizer = made(kind)
     model.eval()
-    loader = batches_of(rank, sizes=RAGGED[rank])
+    loader = holdfast.DataLoader(FEW, batch_size=5) if few else batches_of(rank, sizes=RAGGED[rank])
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=None)
     items = [guard.step(batch, loss_of(model)).items for batch in guard.batches(max_epochs=1)]
     return whole(model, optimizer), items
 
 
-RAGGED = [(5, 8, 3, 1), (2, 1, 7, 6), (4, 4, 1, 9)]
-
-
 @both
-def test_ragged_batches_weigh_by_their_items(tmp_path, kind):
-    """The weights are those of one process which trains on the batches of all ranks together."""
-    batches = [torch.cat(each) for each in zip(*(batches_of(r, sizes=n) for r, n in enumerate(RAGGED)), strict=True)]
+@pytest.mark.parametrize("few", [False, True])
+def test_ragged_batches_weigh_by_their_items(tmp_path, kind, few):
+    """The weights are those of one process with the batches of all ranks, where one sample is given to two too."""
+    batches = [FEW[:15], FEW[15:]] if few else []
+    batches = batches or [
+        torch.cat(each) for each in zip(*(batches_of(r, sizes=n) for r, n in enumerate(RAGGED)), strict=True)
+    ]
     alone, optimizer = made("alone")
     alone.eval()
     for batch in batches:
         optimizer.zero_grad()
         loss_of(alone)(batch).backward()
         optimizer.step()
-    for found, items in all_returned(run_ranks(ragged, 3, tmp_path, kind)):
+    for found, items in all_returned(run_ranks(ragged, 3, tmp_path, kind, few)):
         assert items == [len(batch) for batch in batches]
         weights = torch.cat([parameter.detach().flatten() for parameter in alone.parameters()])
         off = torch.cat([found[name].flatten() for name, _ in alone.named_parameters()]) - weights

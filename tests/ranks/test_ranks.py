@@ -86,65 +86,6 @@ def test_a_window_of_batches_is_one_step_of_all_ranks(tmp_path, added):
             assert torch.equal(a, b) if added else torch.allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
-def one_of_one(rank, run, kind):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    model = fully_shard(net) if kind == "sharded" else DistributedDataParallel(net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8,) * 40))
-    for batch in guard.batches(max_epochs=1):
-        guard.step(batch, loss_of(model))
-    guard.close()
-    return torch.cat([getattr(p, "_local_tensor", p).detach().flatten() for p in net.parameters()])
-
-
-@pytest.mark.parametrize("kind", ["wrapped", "sharded"])
-def test_a_group_of_one_process_is_one_process(tmp_path, kind):
-    """A wrapper has nobody to talk to; nothing hangs, not even what tries a split in a fork."""
-    (found,) = all_returned(run_ranks(one_of_one, 1, tmp_path, kind))
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for batch in batches_of(0, sizes=(8,) * 40):
-        optimizer.zero_grad()
-        loss_of(net)(batch).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-    assert torch.equal(found, weights(net))
-
-
-def check_as_alone(found, batches):
-    """Check that the ranks have trained on these batches as one process does."""
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(alone)(batch).backward()
-        optimizer.step()
-    for of_rank, items in found:
-        assert torch.equal(of_rank, found[0][0])
-        assert (of_rank - weights(alone)).norm() / weights(alone).norm() < 1e-6
-        assert items == [len(batch) for batch in batches]
-
-
-FEW = torch.randn(17, 6, generator=torch.Generator().manual_seed(5))
-
-
-def few_left(rank, run):
-    model, optimizer = model_and_optimizer()
-    model.eval()
-    loader = holdfast.DataLoader(FEW, batch_size=5)
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader)
-    items = [guard.step(batch, loss_of(model)).items for batch in guard.batches(max_epochs=1)]
-    return weights(model), items
-
-
-def test_a_sample_that_two_ranks_are_given_counts_once(tmp_path):
-    """Two samples are left for three ranks, none of which may be without a batch."""
-    check_as_alone(all_returned(run_ranks(few_left, 3, tmp_path)), [FEW[:15], FEW[15:]])
-
-
 def heard(rank, run):
     model, optimizer = model_and_optimizer()
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), recompute=False)
