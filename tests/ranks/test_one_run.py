@@ -235,6 +235,8 @@ def disturbed(rank, run, kind, what, where):
                 raise KeyError("the wrong key")
             if what == "out of memory":
                 torch.empty(2**50, dtype=torch.uint8)
+            if what == "in backward":
+                loss.register_hook(lambda _: torch.empty(2**50, dtype=torch.uint8))
         return loss
 
     def in_the_optimizer(*_):
@@ -301,6 +303,7 @@ TEXTS = {
     "bad input": "H202",
     "exception": "KeyError: 'the wrong key'",
     "out of memory": "H401",
+    "in backward": "H401",
     "outside": "ValueError: uncaught in the body",
     "optimizer": "H402",
     "killed": "H114",
