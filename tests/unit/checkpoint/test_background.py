@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from holdfast.checkpoint.background import nonfinite_copies
+from holdfast.checkpoint.background import Job, nonfinite_copies
 from holdfast.checkpoint.health import nonfinite_tensors
 
 
@@ -42,3 +46,16 @@ def test_the_largest_finite_values_are_healthy() -> None:
     named = [(str(kind), torch.full((3,), torch.finfo(kind).max, dtype=kind)) for kind in types]
     named.append(("mixed", torch.tensor([1e300, -1e300], dtype=torch.float64)))
     assert nonfinite_tensors(named) == ([], 0)
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(tmp_path: Path) -> None:
+    """In a child that was forked meanwhile a job is over, without a result."""
+    gate = threading.Event()
+    job = Job(lambda: gate.wait(60), tmp_path)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if not job.is_running and job.result() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.set()
+    assert job.result() is True

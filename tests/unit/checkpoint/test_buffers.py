@@ -12,6 +12,7 @@ from torch import nn
 
 from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
 from holdfast.checkpoint.expanded import made_dense
+from holdfast.checkpoint.saver import encode, snapshot
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e5m2]
 
@@ -79,3 +80,15 @@ def test_loading_leaves_a_view_or_makes_it_dense() -> None:
     assert one.data_ptr() == base.data_ptr() == weight.data_ptr()
     assert two.tolist() == [0, 1, 2]
     assert two.stride() == (1,)
+
+
+def test_a_snapshot_knows_the_copy_of_a_live_tensor() -> None:
+    """The copy of a weight is found by the weight, one of a tensor that was not saved is not."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    encoded = encode({"model": {"w": weight.detach()}})
+    shot = snapshot(encoded, 0, HostBuffers(needed_bytes(encoded.tensors)))
+    copy = shot.copy_of(weight)
+    assert copy is not None
+    assert copy.tolist() == [1, 1, 1]
+    assert copy.data_ptr() != weight.data_ptr()
+    assert shot.copy_of(torch.ones(3)) is None

@@ -106,3 +106,9 @@ def test_no_history_exceeds_the_budgets(failures, budgets):
         environment.update(decision.changes)
     assert used["preempted"] <= budgets.max_preemptions
     assert used["others"] <= budgets.max_restarts
+
+
+def test_what_ended_well_or_is_a_users_error_is_not_started_again():
+    """Neither success nor an error in the script is repeated, whatever is left of the budgets."""
+    assert isinstance(decide(verdict("retry", family="ended well"), past()), Stop)
+    assert isinstance(decide(verdict("stop", family="user code"), past(kind="stop")), Stop)
