@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast import DataLoader, FeatureCache
+from holdfast import DataLoader
 from holdfast.loader.order.orders import LengthBucketed
+from recipes.features.cache import FeatureCache
 from recipes.tacotron2.audio import MelSettings, log_mel
 from recipes.tacotron2.folder import Row, SpeechFolder
 from recipes.tacotron2.text import numbers_of

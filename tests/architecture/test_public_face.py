@@ -28,7 +28,6 @@ def test_the_exported_names() -> None:
         "CheckpointError",
         "DataLoader",
         "Event",
-        "FeatureCache",
         "Guard",
         "HoldfastError",
         "LoaderError",

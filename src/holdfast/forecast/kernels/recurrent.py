@@ -6,7 +6,7 @@ The gradients of the weights are views of one buffer. Where cuDNN is switched of
 
 cuDNN publishes neither what it keeps for the backward pass (the reserve) nor what it needs while it runs (the
 workspace), and torch's meta kernel says 0 bytes. Both are formulas for what 117 layers asked for on an H100 (torch
-2.11, cuDNN 9.19; sizes, types, layers, directions, dropout varied; ``test_recurrent.py`` has some of them):
+2.11, cuDNN 9.19; sizes, types, layers, directions and dropout varied; its tests hold some of them):
 
 - Reserve: for each row (a time step of a sequence) and unit 4 gates and the cell of each layer of an LSTM, 6 values
   of a GRU, the output of a plain one; the outputs of all layers but the last; a bit for each of those that is dropped
