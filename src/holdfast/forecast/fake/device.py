@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +48,6 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.guesses = guesses
         self.facts = Facts()
         self.kernels: Mapping[Any, Callable[..., Any]] = {}
-        self._placed: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -114,18 +112,11 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return arg
 
     def adopted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake twin of a real tensor, always the same; on the device if it was moved to CUDA before."""
+        """Return a fake twin of a real tensor."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return tensor
-        entry = self._placed.get(id(tensor))
-        if entry is not None and entry[0]() is tensor:
-            return entry[1]
         twin: torch.Tensor = self.from_tensor(tensor)
         self.facts.know(twin, tensor.detach())
-        if stand_ins.was_on_cuda(tensor):
-            with self, torch.no_grad():
-                twin = twin.to(self.fake_device)
-            self._placed[id(tensor)] = (weakref.ref(tensor), twin)
         return twin
 
 
@@ -163,12 +154,6 @@ class ForecastDevice:
         for module in modules:
             placement.place(module, self.device)
         placement.check_hooks_on_nodes()
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Make tensors real in here, and on the CPU: for code that needs values."""
-        with fake_tensor.unset_fake_temporarily(), stand_ins.OnHost(self.device):
-            yield
 
 
 @contextlib.contextmanager

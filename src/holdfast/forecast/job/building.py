@@ -161,7 +161,8 @@ def _failed(name: str, when: str, error: BaseException) -> PolicyError:
     line = line_of(error)
     why = f"{when}: {first_line(error)}" + (f", at {line}" if line else "")
     if not _NEEDS_CUDA.search(str(error)):
-        return _unusable(name, why, "correct what the message names, in the module or in the function.")
+        fix = "correct what the message names, in the module or in the function; its tensors have shapes and no values."
+        return _unusable(name, why, fix)
     return PolicyError(
         f"factory {name!r} needs CUDA {why}",
         limit="a forecast has no GPU, and what stands for one answers torch.cuda and device='cuda' only",
