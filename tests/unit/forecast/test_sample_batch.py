@@ -115,15 +115,6 @@ def test_what_does_not_depend_on_the_batch_stays_and_is_written_down() -> None:
     assert any("batch['weights'] (10,)" in assumption.what for assumption in found.assumptions())
 
 
-def test_parts_are_views_of_equal_size() -> None:
-    """A batch for gradient accumulation is cut as Guard cuts it, without copies."""
-    found = sample({"x": torch.zeros(8, 4), "names": [str(i) for i in range(8)]})
-    batch = found.resized(6)
-    parts = found.parts(batch, 3)
-    assert [(tuple(part["x"].shape), len(part["names"])) for part in parts] == [((2, 4), 2)] * 3
-    assert parts[1]["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr()
-
-
 @pytest.mark.parametrize(
     "batch",
     [torch.tensor(1.0), {"scale": 1.0, "name": "x"}, [], (torch.zeros(3, 4), torch.zeros(5, 6, 7))],
