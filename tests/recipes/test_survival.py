@@ -282,7 +282,7 @@ def test_killed_with_a_dead_worker_and_started_again_it_ends_as_undisturbed(atte
     assert len(attempts.events("killed", "resumed")) == 1
     (recovered,) = attempts.events("killed", "loader_healed")
     assert "SIGKILL" in recovered.data["cause"]
-    for name in ("weights", "global_step"):
+    for name in ("weights", "global_step", "figures"):
         assert attempts.result("killed")[name] == attempts.result("undisturbed")[name]
 
 
