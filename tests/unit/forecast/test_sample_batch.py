@@ -115,6 +115,18 @@ def test_what_does_not_depend_on_the_batch_stays_and_is_written_down() -> None:
     assert any("batch['weights'] (10,)" in assumption.what for assumption in found.assumptions())
 
 
+def test_parts_are_views_of_equal_size_that_share_the_rest() -> None:
+    """A batch for gradient accumulation is cut without copies; what does not depend on the batch is in each part."""
+    batch = {"x": torch.zeros(8, 4), "y": torch.zeros(8), "names": list("abcdefgh"), "table": torch.zeros(10)}
+    found = sample(batch)
+    made = found.resized(6)
+    parts = found.parts(made, 3)
+    assert [(tuple(part["x"].shape), len(part["names"]), len(part["table"])) for part in parts] == [
+        ((2, 4), 2, 10)
+    ] * 3
+    assert parts[1]["x"].untyped_storage().data_ptr() == made["x"].untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize(
     "batch",
     [torch.tensor(1.0), {"scale": 1.0, "name": "x"}, [], (torch.zeros(3, 4), torch.zeros(5, 6, 7))],

@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -217,35 +218,18 @@ def _foreach_for_fake_tensors() -> Iterator[None]:
         yield
 
 
-class _Backend:
-    """What torch asks a backend's module for; user code does not see it."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Do nothing: no number is drawn."""
-
-    def get_rng_state(self, *_: object) -> torch.Tensor:
-        return torch.empty(16, dtype=torch.uint8)
-
-    def set_rng_state(self, *_: object) -> None:
-        """Do nothing: no number is drawn."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
+# What torch asks a backend's module for; user code does not see it. No number is drawn.
+_BACKEND = SimpleNamespace(
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda _: None,
+    get_rng_state=lambda *_: torch.empty(16, dtype=torch.uint8),
+    set_rng_state=lambda *_: None,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16, torch.float32],
+)
 
 
 def _register() -> None:
@@ -255,7 +239,7 @@ def _register() -> None:
     try:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
 
-        setup(DEVICE_NAME, backend_module=_Backend())
+        setup(DEVICE_NAME, backend_module=_BACKEND)
     except (ImportError, RuntimeError, AttributeError, TypeError) as error:
         raise _no_slot(str(error).splitlines()[0]) from error
     _registered = True

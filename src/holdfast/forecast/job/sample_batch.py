@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from holdfast.core.containers import children_of, rebuilt
 from holdfast.core.errors import BatchError
 from holdfast.forecast.trace.events import Assumption
-from holdfast.loader.splitting import batch_size, micro_batches
+from holdfast.loader.splitting import Split, batch_size, micro_batches
 
 Values = npt.NDArray[Any]
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
@@ -100,7 +100,14 @@ class SampleBatch:
 
     def parts(self, batch: Any, count: int) -> list[Any]:
         """Cut a batch that was made here into equal parts, as a guard does; its size is a multiple of `count`."""
-        return cut(batch, count, self._split)
+        return cut(batch, count, self._how(self._batch, "batch"))
+
+    def _how(self, node: Any, path: str) -> Any:
+        """Return how a batch like this one is cut; see `Split`."""
+        children = _children(node)
+        if path in self._lists or children is None:
+            return "items" if path in self._lists else self._split if self._is_batched(node) else None
+        return {key: self._how(child, f"{path}[{key!r}]") for key, child in children.items()}
 
     def assumptions(self) -> Iterator[Assumption]:
         """Yield what was found by looking."""
@@ -263,7 +270,7 @@ def _walk(node: Any, path: str = "batch", *, leaves: bool) -> Iterator[tuple[str
             yield from _walk(child, f"{path}[{key!r}]", leaves=leaves)
 
 
-def cut(batch: Any, count: int, split: int = 0) -> list[Any]:
+def cut(batch: Any, count: int, split: Split = 0) -> list[Any]:
     """Cut a batch into equal parts, as views."""
     size = batch_size(batch, split)
     return [part for part, _ in micro_batches(batch, size, size // count, split)]
