@@ -45,7 +45,6 @@ class OptimizerFacts:
     committed_steps: int = 0
     leaks: int = 0  # steps in a row to whose gradients those of the step before were added
     checked: int = 0  # steps in which gradients were seen to arrive
-    clean_starts: int = 0  # of these
     reversed: int = 0  # steps whose gradient was turned round after backward
     zeroed: int = 0
     scaled: float | None = None  # usual factor by which a gradient was scaled after backward

@@ -51,7 +51,7 @@ class Recovery:
             return None
         facts = attempt.facts
         level = spikes.judge(series, facts.loss, facts.total)
-        if level in (Level.CALM, Level.SOFT):
+        if level is Level.CALM:
             return None
         reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
         if level is Level.DIVERGED:
