@@ -121,6 +121,8 @@ def test_the_commands_and_their_flags() -> None:
             "--run-dir",
         ],
         "watch": ["--json", "--once"],
+        "attach": ["--json", "--seconds"],
+        "doctor": ["--json", "--run-dir"],
         "report": ["--json", "--out"],
         "events": ["--json", "--kind"],
         "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--tensorboard", "--wandb"],
