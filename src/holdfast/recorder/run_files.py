@@ -34,6 +34,8 @@ ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []
+guarded: dict[int, tuple[str, Callable[[], Any]]] = {}
+"""By `id` of each optimizer of an open guard its name, and a weak reference to what has the ``global_step``."""
 
 
 class ProcessInfo(NamedTuple):

@@ -129,16 +129,17 @@ def _processes(
 def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOST_POINTS) -> list[Lane]:
     """Return what a process recorded of steps, and in lanes that follow what is of one of several optimizers."""
     ring = next(iter(reading.listed(lambda path: [series.rows_of_ring(path)], path)), None)
-    logged = _logged(source, most, reading)
     if ring is None or not len(ring):
         none = np.array([])
+        logged = _logged(source, (none, none), most, reading)
         alone = Lane(label=source.label, last_step=0, begun=None, ended=None, columns=logged, moments=(none, none))
         return [alone] if logged else []
     reading.note_lost(source)
     old = read_history(path).rows
     old = old[old["time"] < ring["time"][0]]
     rows, names = series.thinned(old, ring, most), read_optimizers(source.directory)
-    found = {source.label: series.columns(rows) | logged}
+    moments = rows["time"] / 1e9, rows["step"].astype(np.float64)
+    found = {source.label: series.columns(rows) | _logged(source, moments, most, reading)}
     for number, name in enumerate(names if len(names) > 1 else [], start=1):
         its = series.columns(rows[rows["optimizer"] == number])
         found[f"{source.label}, {name}"] = {name: its[name] for name in series.OF_AN_OPTIMIZER if name in its}
@@ -150,18 +151,20 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOS
     last, ended = int(ring["step"][-1]), int(ring["time"][-1]) / 1e9
     main = Lane(
         label=source.label, last_step=last, begun=begun, ended=ended, columns=found.pop(source.label),
-        moments=(rows["time"] / 1e9, rows["step"]),
+        moments=moments,
     )  # fmt: skip
     return [main, *(replace(main, label=label, begun=None, columns=its) for label, its in found.items())]
 
 
-def _logged(source: Source, most: int, reading: _Reading) -> dict[str, series.Series]:
+def _logged(
+    source: Source, moments: tuple[series.Numbers, series.Numbers], most: int, reading: _Reading
+) -> dict[str, series.Series]:
     """Return the curves of what a process or a guard logged of its own."""
     scalars = scalars_of(records := reading.listed(read_ring, source.directory / SCALARS_FILE))
     if scalars and (lost := records[0].sequence - 1):
         gone = f"the logged values before step {scalars[0].step:,} are not recorded any more"
         reading.problems.append(f"of {source.label} {gone}: {lost:,} older records were overwritten")
-    found, names = series.columns_of_scalars(scalars, most), len({scalar.name for scalar in scalars})
+    found, names = series.columns_of_scalars(scalars, moments, most), len({scalar.name for scalar in scalars})
     if names > len(found):
         reading.problems.append(f"of {source.label} the first {len(found)} of {names} logged names are drawn")
     return found

@@ -89,8 +89,9 @@ class RunSnapshot:
     `processes`: the page's by their start, `watch`'s of the newest attempt with trainers first. `events`, oldest
     first: of a frequent kind the page has the first and the last (`left_out_events` counts the others), `watch` the
     newest. `outlook`, of `watch` only: how far it is. `scalars`: `watch`'s newest of each name logged lately, newest
-    last. `news`: what each source has recorded since the look before. `stacks`: name and text. `problems`: what could
-    not be read, one sentence each. `now` and `newest` (what was recorded last) are Unix times.
+    last. `guards`, of `watch` only: directories of guards that its processes opened, with links resolved. `news`:
+    what each source has recorded since the look before. `stacks`: name and text. `problems`: what could not be
+    read, one sentence each. `now` and `newest` (what was recorded last) are Unix times.
     """
 
     path: Path
@@ -105,6 +106,7 @@ class RunSnapshot:
     verdict: Verdict | None = None
     outlook: str = ""
     scalars: tuple[Scalar, ...] = ()
+    guards: tuple[Path, ...] = ()
     news: tuple[News, ...] = ()
     lanes: tuple[Lane, ...] = ()
     checkpoints: tuple[CheckpointSeen, ...] = ()

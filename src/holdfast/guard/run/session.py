@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -45,7 +46,7 @@ from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 from holdfast.numerics.gradients import local
 from holdfast.numerics.spikes import SpikeDetector
-from holdfast.recorder.run_files import announce_recording
+from holdfast.recorder.run_files import announce_recording, guarded
 from holdfast.recorder.scalars import Found, outlets
 
 _CHANGED = "the weights, buffers or moments were changed without a step, so they are not those of the training"
@@ -115,6 +116,7 @@ class Session:
         self.state.open()
         self.ranks.open()
         outlets[self] = None
+        guarded.update({id(each): (name, weakref.ref(self.record)) for name, each in self.parts.optimizers.items()})
 
     def check_not_in_step(self) -> None:
         """Raise H209 if a loss function makes a step itself, H105 where averaged weights would move."""
@@ -156,6 +158,8 @@ class Session:
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
             outlets.pop(self, None)
+            for each in self.parts.optimizers.values():
+                guarded.pop(id(each), None)
             self.state.close()
             self._directory.release()
 

@@ -142,7 +142,7 @@ class Supervisor:
     def emit(self, data: EventData) -> None:
         """Record an event, with its own step or that of the command; from any thread."""
         now, step = time.time(), getattr(data, "step", None)
-        step = self._steps() or 0 if step is None else step
+        step = self._at_step() or 0 if step is None else step
         with self._lock:
             self._box.event(Event(kind=data.kind, global_step=step, unix_seconds=now, data=data.facts()))
 
@@ -156,6 +156,8 @@ class Supervisor:
     def _attempt(self, mark: str, tree: Tree, sentinel: Sentinel, signals: Signals) -> End:
         plan, number = self._plan, self._number
         self._log.begin(number)
+        with suppress(OSError):  # that of the attempt before: nobody may take it for this one's
+            (self.run_path / VERDICT_FILE).unlink(missing_ok=True)
         oom_kills = count_oom_kills()
         self.emit(process_events.AttemptStarted(attempt=number, argv=tuple(plan.command)))
         environment = make_environment(self._environment, self.run_path, number, mark, observe=plan.observe)
@@ -189,15 +191,23 @@ class Supervisor:
         self.emit(ended)
         return end
 
-    def _steps(self) -> int | None:
-        """Return the most steps that a process of this attempt has made; None if none was observed."""
+    def _boards(self) -> list[Standing]:
+        """Return where the processes that train in this attempt stand."""
         trainers = [
             folder
             for folder, info in read_processes(self.run_path)
             if info.attempt == self._number and info.role == "trainer"
         ]
         boards = (_board(folder / BOARD_FILE) for folder in trainers)
-        return max((board.step for board in boards if board is not None), default=None)
+        return [board for board in boards if board is not None]
+
+    def _steps(self) -> int | None:
+        """Return the most steps that a process of this attempt has made; None if none was observed."""
+        return max((board.made for board in self._boards()), default=None)
+
+    def _at_step(self) -> int | None:
+        """Return how far the training is, as it counts itself; None if no process of it was observed."""
+        return max((board.step for board in self._boards()), default=None)
 
     def _judge(self) -> Verdict:
         """Return why the attempt ended, and write it down."""
@@ -223,7 +233,7 @@ class Supervisor:
     def _decide(self, end: End, verdict: Verdict) -> Again | Stop:
         """Return what follows an attempt."""
         steps = self._steps()
-        at_step = steps if verdict.step is None else verdict.step
+        at_step = self._at_step() if verdict.step is None else verdict.step
         self._history.append(
             Past(cause=verdict.cause, kind=verdict.restart, at_step=at_step, steps=steps, seconds=end.seconds)
         )

@@ -1,8 +1,8 @@
 """What a training process is doing, and what a step is, from calls that torch makes anyway.
 
 A step ends when an optimizer has stepped. Several optimizers that step after one backward make one step; where there
-is no optimizer, each backward is a step. Only one thread is looked at: that which calls backward, the main thread
-until then. Others load, save and evaluate beside it.
+is no optimizer, each backward is a step. The number of a step is the guard's where one has the optimizer. Only one
+thread is looked at: that which calls backward, the main thread until then. Others load, save and evaluate beside it.
 
 Does not: hook into torch (``hooks`` does), and never raises: what goes wrong is noted, and the script goes on.
 """
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVarTuple
 
 from holdfast.core.events.process_events import StepsNotRecorded
 from holdfast.recorder.progress import Phase, SampleRing
+from holdfast.recorder.run_files import guarded
 from holdfast.supervise.observe.values import MemoryReadings, OnItsWay, ValueReader
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Steps:
     @_noted
     def evaluates(self) -> None:
         """A module was asked to evaluate, which may be all that is seen of an evaluation."""
-        if self.observer.board.step > 0 and self.observer.board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH):
+        if self.observer.board.made > 0 and self.observer.board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH):
             self.observer.board.enter(Phase.EVALUATION)
 
     # --- backward ---------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class Steps:
             if self._counted == 0 and board.micro_step > self._patience:
                 self._end_step(board, None)
             else:
-                board.enter(_OPTIMIZER if self._optimizes and board.step > 0 else board.phase)
+                board.enter(_OPTIMIZER if self._optimizes and board.made > 0 else board.phase)
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
@@ -218,7 +219,7 @@ class Steps:
             self._before_optimizer = board.phase
             if (kwargs or len(args) > 1) and any(each is not None for each in (*args[1:], *kwargs.values())):
                 board.enter(self._training)
-            elif board.step > 0:
+            elif board.made > 0:
                 board.enter(_OPTIMIZER)
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
@@ -261,13 +262,16 @@ class Steps:
         gradients = [p.grad for group in groups for p in group.get("params", ()) if p.grad is not None]
         if not gradients:  # one of torch's does nothing then; another may draw its own
             return type(optimizer).__module__.startswith("torch.optim.")
-        return board.step == board.micro_step == 0 and self._values.all_zero(gradients)
+        return board.made == board.micro_step == 0 and self._values.all_zero(gradients)
 
     def _end_step(self, board: ProgressBoard, learning_rate: float | None, optimizer: Any = None) -> None:
         loss, norm, began = self._loss, self._norm, self._began
         self._loss = self._norm = None
-        board.step = step = board.step + 1
-        if step == 1:
+        board.made = made = board.made + 1
+        counted = guarded.get(id(optimizer))
+        record = None if counted is None else counted[1]()
+        board.step = step = (board.step if record is None else record.global_step) + 1  # which counts it after this
+        if made == 1:
             self._training = Phase.FORWARD_BACKWARD
         self._began = now = board.enter(self._training)
         micro_steps = board.micro_step - self._micro_before
@@ -286,7 +290,7 @@ class Steps:
             if self._on_their_way:
                 self._complete()
         self._waited, self._micro_before = 0, board.micro_step
-        self._reads = step < _ALL_READ or now >= self._next_read
+        self._reads = made < _ALL_READ or now >= self._next_read
         if self._reads:
             self._next_read = now + _READ_NANOSECONDS
         if memory is not _NOT_READ or self._tracer is not None:  # whoever asks for a trace has seen memory grow
@@ -297,7 +301,7 @@ class Steps:
     def _name(self, optimizer: Any, samples: SampleRing) -> int:
         """Return the number of an optimizer that has not stepped before, 0 of None."""
         if optimizer is not None:
-            name = f"{type(optimizer).__name__} {len(self._numbers) + 1}"
+            name, _ = guarded.get(id(optimizer), (f"{type(optimizer).__name__} {len(self._numbers) + 1}", None))
             self._numbers[id(optimizer)] = samples.optimizers[name]
         return self._numbers.get(id(optimizer), 0)
 
@@ -352,7 +356,7 @@ class Steps:
     @_noted
     def compile_ends(self) -> None:
         """It is compiled."""
-        self._training = Phase.FIRST_STEP if self.observer.board.step == 0 else Phase.FORWARD_BACKWARD
+        self._training = Phase.FIRST_STEP if self.observer.board.made == 0 else Phase.FORWARD_BACKWARD
         if self.observer.board.phase is Phase.FIRST_STEP:
             starts = self._before_compiling is Phase.STARTING
             self.observer.board.enter(Phase.FIRST_STEP if starts else self._before_compiling)
