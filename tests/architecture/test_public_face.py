@@ -122,6 +122,7 @@ def test_the_commands_and_their_flags() -> None:
         ],
         "watch": ["--json", "--once"],
         "attach": ["--json", "--seconds"],
+        "compare": ["--json", "--out"],
         "doctor": ["--json", "--run-dir"],
         "report": ["--json", "--out"],
         "events": ["--json", "--kind"],

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from holdfast.cli.main import make_app
 from holdfast.core.clock import SystemClock
 from holdfast.recorder.run_files import read_processes
+from holdfast.report.environment import environment
 from holdfast.report.gathering import gather
+from holdfast.report.goodput import goodput
 from holdfast.report.watching import Runs, Watched
 
 pytestmark = pytest.mark.slow
@@ -53,6 +55,8 @@ def start(tmp_path: Path, *words: str) -> subprocess.Popen[bytes]:
 
 def test_steps_names_and_processes_are_those_of_the_guard(tmp_path: Path) -> None:
     """Page, `watch` and metrics go on at the step that was saved; optimizers have the guard's names; no phantom."""
+    for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
     assert start(tmp_path).wait(240) == 0, (tmp_path / "runs" / "a" / "output.log").read_text()
     run = tmp_path / "runs" / "a"
     lanes = {lane.label: lane for lane in gather(run).lanes}
@@ -66,6 +70,14 @@ def test_steps_names_and_processes_are_those_of_the_guard(tmp_path: Path) -> Non
     points: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     later = [each["step"] for each in points if each["kind"] == "step" and each["attempt"] == 1]
     assert (min(later) > 20, max(later)) == (True, 200)
+    picture = gather(run)
+    found = environment(picture)
+    assert (found["code (git)"]["branch"], found["code (git)"]["dirty"]) == ("main", "false")
+    assert found["policy, where it is not the usual"] == {"save_interval_steps": "20", "async_save": "false"}
+    assert (found["hyperparameters"]["maker.0.lr"], found["hyperparameters"]["batch_size"]) == ("0.01", "4")
+    spent = goodput(picture)
+    assert list(spent)[:2] == ["steps", "steps made again"]
+    assert {"saves", "start-up", "down"} <= set(spent)
     assert [info.role for _, info in read_processes(run)] == ["trainer", "trainer"]
     assert [each.path.name for each in Runs(tmp_path / "runs", SystemClock()).look()] == ["a"]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -57,15 +57,15 @@ def run(
         diagnosis, rows = diagnose_hang(found, judged[0].pid), _rows(found)
         # A loop that waits for each batch is found in the same wait twice; what it has read meanwhile tells.
         works = any(row["phase"] == _WORKER and each.io_rate > 0 for each, row in zip(found, rows, strict=True))
-        moves = works or before != [_moved_bytes(each) for each in heads] or diagnosis.moving
-        moves = moves or not all(is_same(each, lambda frame: frame) for each in judged)
+        same = before == [_moved_bytes(each) for each in heads] and all(
+            is_same(each, lambda at: at) for each in judged
+        )
+        moves = works or diagnosis.moving or not same
     if as_json:
-        verdict: dict[str, Any] = {
-            "kind": diagnosis.kind,
-            "pid": diagnosis.process.pid,
-            "frame": describe_frame(diagnosis.frame),
-        }
-        verdict |= {"sentence": diagnosis.sentence, "confidence": diagnosis.confidence}
+        verdict = {
+            "kind": diagnosis.kind, "pid": diagnosis.process.pid, "frame": describe_frame(diagnosis.frame),
+            "sentence": diagnosis.sentence, "confidence": diagnosis.confidence,
+        }  # fmt: skip
         said = {"pid": pid, "moves": moves, "verdict": None if moves else verdict, "processes": rows}
         print_json(as_json_value(said))
     else:
@@ -87,9 +87,8 @@ def _print(
     left = memory_available_bytes()
     typer.echo(f"memory left on this machine or in this container: {'unknown' if left is None else size(left)}")
     if still is None:
-        typer.echo(
-            "It moves." if not diagnosis.moving else f"It works, and its stack is the same. {diagnosis.sentence}"
-        )
+        same = f"It works, and its stack is the same. {diagnosis.sentence}"
+        typer.echo(same if diagnosis.moving else "It moves.")
         return
     typer.echo(f"It stands still. {diagnosis.sentence} [{diagnosis.kind}, {diagnosis.confidence:.0%}]")
     typer.echo(f"A step that takes longer than {still:g} s looks the same: --seconds {10 * still:g} tells more.")
@@ -116,16 +115,11 @@ def _subjects(pid: int, seconds: float) -> list[Subject]:
         raise _cannot(f"process {pid} ({name}) is not Python", "nor is one that it has started", fix)
     ranks = {each: rank for each in pids if (rank := _rank(each)) is not None}
     heads = [each for each in ranks if ranks.get(table[each].ppid) != ranks[each]] or pids[:1]
-    return [
-        Subject(
-            about=Examined(
-                pid=each, ppid=table[each].ppid, role="unobserved", rank=ranks.get(each),
-                seconds=seconds if each in heads else 0.0, judged=each in heads,
-            ),
-            observed=True,
-        )
-        for each in pids
-    ]  # fmt: skip
+    about = (Examined(
+        pid=each, ppid=table[each].ppid, role="unobserved", rank=ranks.get(each),
+        seconds=seconds if each in heads else 0.0, judged=each in heads,
+    ) for each in pids)  # fmt: skip
+    return [Subject(about=each, observed=True) for each in about]
 
 
 def _cannot(what: str, limit: str, fix: str) -> PolicyError:
@@ -163,15 +157,18 @@ def _rows(found: Sequence[Examined]) -> list[dict[str, Any]]:
 
 def _device_bytes() -> dict[int, int]:
     """Return what each process holds on NVIDIA's devices, as far as nvidia-smi says it."""
-    found: dict[int, int] = {}
-    with suppress(OSError, ValueError, subprocess.SubprocessError):
-        command = [
-            shutil.which("nvidia-smi") or "nvidia-smi",
-            "--query-compute-apps=pid,used_memory",
-            "--format=csv,noheader,nounits",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603 - ours
-        for line in done.stdout.splitlines():
-            pid, _, mib = line.partition(",")
-            found[int(pid)] = found.get(int(pid), 0) + (int(mib) << 20)
+    found = Counter[int]()
+    for line in nvidia_smi("--query-compute-apps=pid,used_memory", ",nounits"):
+        with suppress(ValueError):  # "[N/A]", in a container
+            pid, mib = map(int, line.split(","))
+            found[pid] += mib << 20
     return found
+
+
+def nvidia_smi(query: str, form: str = "") -> list[str]:
+    """Return the lines that the driver's program answers; none where there is no such program, or no device."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", query, f"--format=csv,noheader{form}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603 - ours
+        return done.stdout.splitlines()
+    return []

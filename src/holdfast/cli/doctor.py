@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from holdfast.cli.attach import nvidia_smi
 from holdfast.cli.output import Json, print_json
 from holdfast.core.control_groups import UNLIMITED_V1, cpu_quota, fields_of, group_folders
 from holdfast.core.text import moment, sanitise, size
@@ -44,11 +44,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Say what this machine has for a training, and what will go wrong: one line each, with the fix. Exit code 0."""
-    rows = [*_host(), *_disk(run_dir.absolute()), *_gpus(), *_tracing()]
+    rows = [*_host(), _disk(run_dir.absolute()), *_gpus(), _tracing()]
     if as_json:
         print_json([row._asdict() for row in rows])
-        return
-    for row in rows:
+    for row in [] if as_json else rows:
         typer.echo(f"{'!' if row.fix else ' '} {row.what:<14}{row.value}" + (f". Fix: {row.fix}." if row.fix else ""))
 
 
@@ -70,9 +69,7 @@ def _host() -> Iterator[Row]:
         found = os.statvfs("/dev/shm")  # noqa: S108 - no file is made
         free = found.f_bavail * found.f_frsize
         fix = "docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm" if free < _GIB else ""
-        words = (
-            f"{size(free)} free of {size(found.f_blocks * found.f_frsize)}; loader workers hand batches over in it"
-        )
+        words = f"{size(free)} free of {size(found.f_blocks * found.f_frsize)}; workers hand batches over in it"
         yield Row("shared memory", words, fix)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Row("open files", f"{soft} at most", f"ulimit -n {hard}" if soft < min(hard, 4096) else "")
@@ -80,7 +77,7 @@ def _host() -> Iterator[Row]:
     yield Row("clock", f"{moment(time.time())} UTC", "it is behind: set it, or start a time service" if late else "")
 
 
-def _disk(folder: Path) -> Iterator[Row]:
+def _disk(folder: Path) -> Row:
     folder = next(each for each in (folder, *folder.parents) if each.is_dir())
     free, kind, longest = shutil.disk_usage(folder).free, "unknown", -1
     for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -89,32 +86,25 @@ def _disk(folder: Path) -> Iterator[Row]:
             kind, longest = name, len(point)
     fix = next((text for start, text in _KINDS.items() if kind.startswith(start)), "")
     fix = "make room: a checkpoint that does not fit is not written" if free < 5 * _GIB else fix
-    yield Row("disk of runs", f"{size(free)} free, {sanitise(kind)}, at {sanitise(folder)}", fix)
+    return Row("disk of runs", f"{size(free)} free, {sanitise(kind)}, at {sanitise(folder)}", fix)
 
 
 def _gpus() -> Iterator[Row]:
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    torch = version("torch")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603 - ours
-        lines = done.stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        lines = []
-    for line in lines:
-        blind = "+cpu" in torch
-        fix = "this torch is built for the CPU only: install one for CUDA (pytorch.org/get-started)" if blind else ""
-        yield Row("GPU", f"{sanitise(line)}; torch {torch}", fix)
+    torch, lines = version("torch"), nvidia_smi("--query-gpu=name,memory.total,driver_version")
+    blind = "+cpu" in torch
+    fix = "this torch is built for the CPU only: install one for CUDA (pytorch.org/get-started)" if blind else ""
     if not lines:
-        fix = "" if "+cpu" in torch or not Path("/dev/nvidia0").exists() else "install the driver's nvidia-smi"
-        yield Row("GPU", f"nvidia-smi shows none; torch {torch}", fix)
+        fix = "install the driver's nvidia-smi" if Path("/dev/nvidia0").exists() else ""
+    for line in lines or ["nvidia-smi shows none"]:
+        yield Row("GPU", f"{sanitise(line)}; torch {torch}", fix)
 
 
-def _tracing() -> Iterator[Row]:
+def _tracing() -> Row:
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     status = Path("/proc/self/status").read_text()
     able = int(status.partition("CapEff:")[2].split()[0], 16) & _TRACE_ANY
     barred = not able and scope.exists() and scope.read_text().strip() != "0"
     fix = "docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0" if barred else ""
     fix = fix or ("" if find_py_spy() else 'pip install "torch-holdfast[stacks]"')
-    words = "allowed" if not barred else "not allowed: without it only processes of `holdfast run` show their stacks"
-    yield Row("stacks", words + ("" if find_py_spy() else "; py-spy is not installed"), fix)
+    words = "not allowed: only processes of `holdfast run` show their stacks" if barred else "allowed"
+    return Row("stacks", words + ("" if find_py_spy() else "; py-spy is not installed"), fix)

@@ -28,6 +28,9 @@ _HEADER_AT = 0
 # progress | phase, steps made | since, step, micro steps | progress: torn if the ends differ
 _STANDING = struct.Struct("<QIIQQQQ")
 _STANDING_AT = 64
+_SPENT = struct.Struct("<10q")  # nanoseconds in each phase that has ended, by its number
+_SPENT_AT = 320
+_pack_spent = struct.Struct("<q").pack_into
 _REQUEST = struct.Struct("<Q")
 _REQUEST_AT = 256
 # step, micro steps | which of the next three are values, also if NaN; optimizer | loss, norm, rate | the rest
@@ -70,6 +73,7 @@ class Standing(NamedTuple):
     step: int  # optimizer steps of the training, also before this process where a guard counts
     micro_step: int  # calls of backward
     made: int = 0  # steps that this process has made itself, modulo 2**32
+    spent: tuple[float, ...] = ()  # seconds in each phase, by its number, without the present one
 
 
 class ProgressBoard:
@@ -83,6 +87,7 @@ class ProgressBoard:
         self._pack_into = _STANDING.pack_into
         self.progress = 0
         self.phase = Phase.STARTING
+        self._spent, self._since = [0] * 10, _now()
         self.step = self.made = 0
         self.micro_step = 0
         self.enter(Phase.STARTING)
@@ -90,9 +95,12 @@ class ProgressBoard:
 
     def enter(self, phase: Phase) -> int:
         """Show that a phase begins, also one of the same name: progress. Returns when, in monotonic nanoseconds."""
-        self.phase = phase
+        before, self.phase = self.phase, phase
         self.progress = progress = self.progress + 1
         now = _now()
+        self._spent[before] = spent = self._spent[before] + now - self._since
+        self._since = now
+        _pack_spent(self._map, _SPENT_AT + 8 * before, spent)
         made = self.made & 0xFFFFFFFF
         self._pack_into(self._map, _STANDING_AT, progress, phase, made, now, self.step, self.micro_step, progress)
         return now
@@ -133,7 +141,7 @@ def read_board(path: Path) -> Standing | None:
         return None
     return Standing(
         pid=pid, phase=Phase(phase), since_seconds=since / 1e9, progress=first, step=step, micro_step=micro_step,
-        made=made,
+        made=made, spent=tuple(each / 1e9 for each in _SPENT.unpack_from(data, _SPENT_AT)),
     )  # fmt: skip
 
 

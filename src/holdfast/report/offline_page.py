@@ -1,6 +1,6 @@
 """The walls of a page that opens offline: what enters it is escaped, and it runs nothing but its own two scripts.
 
-``templates/page.html`` is a template of Jinja2. All text is sanitised and escaped where it enters; data enters a
+``templates/base.html`` is a template of Jinja2. All text is sanitised and escaped where it enters; data enters a
 script as JSON in which ``<``, ``>`` and ``&`` are written as escapes; the page's own policy names the two scripts by
 their digests and loads nothing. ``page.css`` and ``page.js`` go in as they are.
 """
@@ -25,10 +25,13 @@ _TEMPLATES = Path(__file__).with_name("templates")
 _IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def fill_page(figures: Mapping[str, object], filters: Mapping[str, Callable[..., Any]], **seen: Any) -> str:
+def fill_page(
+    template: str, figures: Mapping[str, object], filters: Mapping[str, Callable[..., Any]], **seen: Any
+) -> str:
     """Return a page (H742 without plotly).
 
     Args:
+        template: Name of the file.
         figures: Of plotly, by the id of the element that each is drawn in.
         filters: That the template applies, by name, beside those of the walls; what they return is text.
         **seen: What the template shows.
@@ -42,7 +45,7 @@ def fill_page(figures: Mapping[str, object], filters: Mapping[str, Callable[...,
     ours = {"style": _read("page.css"), "figures_json": _json(figures), "plotly": plotly, "script": script}
     ours["policy"] = _policy(plotly, script)
     raw = {name: Markup(text) for name, text in ours.items()}  # noqa: S704 - nothing that a run said is in them
-    return made.get_template("page.html").render(figures=figures, **raw, **seen)
+    return made.get_template(template).render(figures=figures, **raw, **seen)
 
 
 def _harmless(value: object) -> object:

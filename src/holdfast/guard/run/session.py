@@ -108,6 +108,7 @@ class Session:
             self._check_not_continued()
             self.record.open()
             announce_recording(self._directory.path)
+            self._describe()
             if self.cursor is not None:
                 self.cursor.attach(self.record.emit, self._directory.path)
         except BaseException:
@@ -117,6 +118,14 @@ class Session:
         self.ranks.open()
         outlets[self] = None
         guarded.update({id(each): (name, weakref.ref(self.record)) for name, each in self.parts.optimizers.items()})
+
+    def _describe(self) -> None:
+        """Keep what this run is set to, beside its recording: what is otherwise than usual, and the optimizers."""
+        own = {f"policy.{each.name}": getattr(self.policy, each.name) for each in fields(self.policy)}
+        usual = {f"policy.{each.name}": each.default for each in fields(self.policy)}
+        found = {name: value for name, value in own.items() if value != usual[name]} | self._settings
+        size = None if self.cursor is None else self.cursor.batch_size
+        self.record.describe(found if size is None else {**found, "batch_size": size})
 
     def check_not_in_step(self) -> None:
         """Raise H209 if a loss function makes a step itself, H105 where averaged weights would move."""

@@ -103,6 +103,7 @@ class Supervisor:
             sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
             stack.callback(sentinel.release)
             signals = stack.enter_context(Signals(tree))
+            self._folder.look_at_git()
             for what in self._box.moved_aside:
                 self.emit(RecordingMovedAside(what=what))
                 self._copier.say(f"{self._folder.supervisor.name}/{what}")

@@ -126,6 +126,12 @@ class _Hooks:
         _wrap(module._BaseDataLoaderIter, "__next__", self._waiting)
         _wrap(module.DataLoader, "__iter__", partial(self._aside, Phase.DATA_WAIT))  # workers are started
 
+        def begins(_iterator: Any, loader: Any) -> None:
+            if self._torch.is_grad_enabled() and get_ident() == self._steps.thread:
+                self._steps.loads(loader)
+
+        self._after(module.DataLoader, "__iter__", begins)
+
     def own_loader(self, module: Any) -> None:
         _wrap(module.Epoch, "__next__", self._waiting)
 

@@ -26,6 +26,7 @@ from holdfast.recorder.run_files import (
     ProcessRole,
     on_recording,
     write_process,
+    write_settings,
 )  # fmt: skip
 from holdfast.recorder.scalars import Found, Scalars, outlets
 from holdfast.supervise.observe import logged
@@ -136,6 +137,10 @@ class Observer:
         if self._samples is None:
             self._samples = SampleRing(self._own_folder() / SAMPLES_FILE)
         return self._samples
+
+    def describe(self, settings: dict[str, Any]) -> None:
+        """Keep what the training is set to; OSError as `samples`."""
+        write_settings(self._own_folder(), settings)
 
     def _own_folder(self) -> Path:
         if self.board is None or self._folder is None:

@@ -49,6 +49,9 @@ class Observed(Protocol):
     def board(self) -> ProgressBoard:
         """What the process does right now."""
 
+    def describe(self, settings: dict[str, Any]) -> None:
+        """Keep what the training is set to."""
+
     def samples(self) -> SampleRing:
         """Open the ring that steps are recorded in."""
 
@@ -108,6 +111,7 @@ class Steps:
         self._ended = 0  # number of the newest sample, until there are other gradients
         self._counted = 0  # which optimizer ended the newest step
         self._numbers: dict[int, int] = {}  # of optimizers in the ring
+        self._settings: dict[str, Any] = {}
         self._patience: int | None = None  # calls of backward until they are steps; None before the first
         self._began = self._wait_began = self._waited = 0
         self._before_aside = self._before_compiling = self._before_optimizer = Phase.STARTING
@@ -139,6 +143,14 @@ class Steps:
             self._waited += (self._board or self._show()).enter(phase or self._training) - self._wait_began
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
+
+    @_noted
+    def loads(self, loader: Any) -> None:
+        """The loop begins to iterate a loader, to train with."""
+        sampler = getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        if size is not None:
+            self._settings.setdefault("batch_size", size)
 
     @_noted
     def evaluates(self) -> None:
@@ -303,6 +315,10 @@ class Steps:
         if optimizer is not None:
             name, _ = guarded.get(id(optimizer), (f"{type(optimizer).__name__} {len(self._numbers) + 1}", None))
             self._numbers[id(optimizer)] = samples.optimizers[name]
+            if id(optimizer) not in guarded:  # its guard keeps that otherwise
+                for index, group in enumerate(optimizer.param_groups):
+                    self._settings |= {f"{name}.{index}.{key}": v for key, v in group.items() if key != "params"}
+                self.observer.describe(self._settings)
         return self._numbers.get(id(optimizer), 0)
 
     def _open_samples(self) -> SampleRing | None:
