@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,8 @@ from holdfast.supervise.process_tree import descendants, read_table
 from holdfast.supervise.watch.process_evidence import is_python
 from holdfast.supervise.watch.stacks import Stacks, Subject, describe, find_py_spy, is_same
 
+Rows = list[dict[str, Any]]
+_cannot = partial(PolicyError, rule="H741")
 _WORKER = "makes batches"
 _PHASES = {  # by what is on the stack of the main thread; the first that is there
     _WORKER: r":_worker_loop$",
@@ -53,14 +56,12 @@ def run(
             found = Stacks(Path(folder), pause=lambda _: time.sleep(seconds)).take(subjects).processes
         judged = [each for each in found if each.judged]
         if not judged:
-            raise _cannot(f"process {pid} has ended meanwhile", "nothing is left to look at", "see its own output.")
+            raise _cannot(f"process {pid} has ended", limit="nothing is left to look at", fix="see its own output.")
         diagnosis, rows = diagnose_hang(found, judged[0].pid), _rows(found)
         # A loop that waits for each batch is found in the same wait twice; what it has read meanwhile tells.
         works = any(row["phase"] == _WORKER and each.io_rate > 0 for each, row in zip(found, rows, strict=True))
-        same = before == [_moved_bytes(each) for each in heads] and all(
-            is_same(each, lambda at: at) for each in judged
-        )
-        moves = works or diagnosis.moving or not same
+        same = all(is_same(each, lambda frame: frame) for each in judged)
+        moves = works or diagnosis.moving or not same or before != [_moved_bytes(each) for each in heads]
     if as_json:
         verdict = {
             "kind": diagnosis.kind, "pid": diagnosis.process.pid, "frame": describe_frame(diagnosis.frame),
@@ -73,9 +74,7 @@ def run(
     raise typer.Exit(0 if moves else CHECK_FAILED)
 
 
-def _print(
-    found: Sequence[Examined], rows: Sequence[dict[str, Any]], diagnosis: Diagnosis, still: float | None
-) -> None:
+def _print(found: Sequence[Examined], rows: Rows, diagnosis: Diagnosis, still: float | None) -> None:
     """Print all of a process that is judged or to blame, a line of each other, and the verdict."""
     for each, row in zip(found, rows, strict=True):
         device = f", {size(row['device_bytes'])} on the device" if row["device_bytes"] else ""
@@ -98,21 +97,21 @@ def _subjects(pid: int, seconds: float) -> list[Subject]:
     """Return the process and what it has started, of Python; those whose progress counts are `judged`."""
     table = read_table()
     if pid not in table or table[pid].state in "ZX":
-        raise _cannot(f"process {pid} is not there", "only one that runs can be looked at", "`ps aux` lists them.")
+        raise _cannot(f"process {pid} is not there", limit="one that runs has stacks", fix="`ps aux` lists them.")
     try:
         Path(f"/proc/{pid}/mem").open("rb").close()
     except PermissionError as error:
         fix = "run this as its user or with sudo; in a container, start that with --cap-add SYS_PTRACE."
         scope = Path("/proc/sys/kernel/yama/ptrace_scope")
         fix += " `sudo sysctl kernel.yama.ptrace_scope=0` allows it to all." if scope.exists() else ""
-        raise _cannot(f"no right to trace process {pid}", "its stack lies in its memory", fix) from error
+        raise _cannot(f"no right to trace process {pid}", limit="its stack lies in its memory", fix=fix) from error
     if not find_py_spy():
         fix = 'install the extra: pip install "torch-holdfast[stacks]".'
-        raise _cannot("py-spy is not installed", "it reads the stack of another process", fix)
+        raise _cannot("py-spy is not installed", limit="it reads the stack of another process", fix=fix)
     pids = [each for each in (pid, *sorted(descendants(table, [pid]))) if is_python(each)]
     if not pids:
         name, fix = Path(f"/proc/{pid}/comm").read_text().strip(), "`pgrep -af python` lists those that are."
-        raise _cannot(f"process {pid} ({name}) is not Python", "nor is one that it has started", fix)
+        raise _cannot(f"process {pid} ({name}) is not Python", limit="nor is one that it has started", fix=fix)
     ranks = {each: rank for each in pids if (rank := _rank(each)) is not None}
     heads = [each for each in ranks if ranks.get(table[each].ppid) != ranks[each]] or pids[:1]
     about = (Examined(
@@ -120,10 +119,6 @@ def _subjects(pid: int, seconds: float) -> list[Subject]:
         seconds=seconds if each in heads else 0.0, judged=each in heads,
     ) for each in pids)  # fmt: skip
     return [Subject(about=each, observed=True) for each in about]
-
-
-def _cannot(what: str, limit: str, fix: str) -> PolicyError:
-    return PolicyError(what, limit=limit, fix=fix, rule="H741")
 
 
 def _rank(pid: int) -> int | None:
@@ -140,8 +135,9 @@ def _moved_bytes(pid: int) -> int:
     return counts.get("rchar", 0) + counts.get("wchar", 0)
 
 
-def _rows(found: Sequence[Examined]) -> list[dict[str, Any]]:
-    rows, device = [], _device_bytes()
+def _rows(found: Sequence[Examined]) -> Rows:
+    rows: Rows = []
+    device = _device_bytes()
     for each in found:
         places = [f"{frame.file}:{frame.function}" for frame in each.last.main.frames]
         phases = (name for name, pattern in _PHASES.items() if any(re.search(pattern, place) for place in places))

@@ -17,7 +17,7 @@ import typer
 
 from holdfast.cli.attach import nvidia_smi
 from holdfast.cli.output import Json, print_json
-from holdfast.core.control_groups import UNLIMITED_V1, cpu_quota, fields_of, group_folders
+from holdfast.core.control_groups import cpu_quota, fields_of
 from holdfast.core.text import moment, sanitise, size
 from holdfast.memory.host_memory import available_bytes, may_be_refused
 from holdfast.supervise.watch.stacks import find_py_spy
@@ -57,13 +57,8 @@ def _host() -> Iterator[Row]:
     fix = f"export OMP_NUM_THREADS={most}, and use at most {most} workers" if quota < affinity else ""
     yield Row("processors", f"{quota:g} of {os.cpu_count()}, by affinity and quota", fix)
     left, total = available_bytes(), 1024 * fields_of(Path("/proc/meminfo")).get("MemTotal", 0)
-    for folder in group_folders(Path("/"), "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):
-                limit = int((folder / name).read_text())
-                total = min(total, limit) if limit < UNLIMITED_V1 else total
     fix = "ulimit -v unlimited; ulimit -d unlimited; sysctl vm.overcommit_memory=0" if may_be_refused() else ""
-    words = f"{'unknown' if left is None else size(left)} left of {size(total)}"
+    words = f"{'unknown' if left is None else size(left)} left for this container, of {size(total)} of the machine"
     yield Row("memory", words + (", and allocations are refused before it is used up" if fix else ""), fix)
     with suppress(OSError):
         found = os.statvfs("/dev/shm")  # noqa: S108 - no file is made

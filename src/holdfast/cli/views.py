@@ -133,12 +133,8 @@ def compare(
 
         paths = list(dict.fromkeys(check_run(each) for each in run_dirs))
         if not 2 <= len(paths) <= _MOST_COMPARED:
-            raise PolicyError(
-                f"{len(paths)} run{'s' * (len(paths) != 1)} to compare",
-                limit=f"2 to {_MOST_COMPARED} different ones fit on a page",
-                fix="pass run directories, such as runs/a runs/b; `holdfast report RUN` shows one.",
-                rule="H105",
-            )
+            what, limit = f"{len(paths)} of them to compare", f"2 to {_MOST_COMPARED} different runs fit on a page"
+            raise PolicyError(what, limit=limit, fix="pass runs/a runs/b; `holdfast report` shows one.", rule="H105")
         with working(f"reading {len(paths)} runs"):
             found = Comparison([gather(path) for path in paths])
             data = found.page().encode()
@@ -179,11 +175,9 @@ def metrics(
         path = check_run(run_dir)
         if not wanted:
             raise PolicyError(
-                "no target for the metrics",
-                limit="somebody must be able to read them",
-                fix="pass one such as --tensorboard DIR or --jsonl -.",
-                rule="H743",
-            )
+                "no target for the metrics", limit="somebody must be able to read them",
+                fix="pass one such as --tensorboard DIR or --jsonl -.", rule="H743",
+            )  # fmt: skip
         sinks = open_sinks(wanted, path)
         stop = threading.Event()
         if follow_run:

@@ -30,7 +30,7 @@ _STANDING = struct.Struct("<QIIQQQQ")
 _STANDING_AT = 64
 _SPENT = struct.Struct("<10q")  # nanoseconds in each phase that has ended, by its number
 _SPENT_AT = 320
-_pack_spent = struct.Struct("<q").pack_into
+_PAUSE = 20_000_000  # nanoseconds between two that are written: a step may take microseconds
 _REQUEST = struct.Struct("<Q")
 _REQUEST_AT = 256
 # step, micro steps | which of the next three are values, also if NaN; optimizer | loss, norm, rate | the rest
@@ -87,7 +87,7 @@ class ProgressBoard:
         self._pack_into = _STANDING.pack_into
         self.progress = 0
         self.phase = Phase.STARTING
-        self._spent, self._since = [0] * 10, _now()
+        self._spent, self._since, self._due = [0] * 10, _now(), 0
         self.step = self.made = 0
         self.micro_step = 0
         self.enter(Phase.STARTING)
@@ -95,14 +95,15 @@ class ProgressBoard:
 
     def enter(self, phase: Phase) -> int:
         """Show that a phase begins, also one of the same name: progress. Returns when, in monotonic nanoseconds."""
-        before, self.phase = self.phase, phase
         self.progress = progress = self.progress + 1
         now = _now()
-        self._spent[before] = spent = self._spent[before] + now - self._since
-        self._since = now
-        _pack_spent(self._map, _SPENT_AT + 8 * before, spent)
-        made = self.made & 0xFFFFFFFF
-        self._pack_into(self._map, _STANDING_AT, progress, phase, made, now, self.step, self.micro_step, progress)
+        self._spent[self.phase] += now - self._since
+        self._since, self.phase = now, phase
+        if now >= self._due:
+            self._due = now + _PAUSE
+            _SPENT.pack_into(self._map, _SPENT_AT, *self._spent)
+        counts = self.step, self.micro_step
+        self._pack_into(self._map, _STANDING_AT, progress, phase, self.made, now, *counts, progress)
         return now
 
     def trace_requested(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from holdfast.report.environment import environment
 from holdfast.report.figures import steps
 from holdfast.report.offline_page import fill_page
-from holdfast.report.page import FILTERS, facts_of_run, foot
+from holdfast.report.page import facts_of_run
 from holdfast.report.run_snapshot import Lane, RunSnapshot
 from holdfast.report.series import LOGGED, Series
 from holdfast.report.verdicts import how_sure
@@ -28,10 +28,9 @@ class Comparison:
         self.runs = runs
         above = os.path.commonpath([run.path.parent for run in runs])
         self.names = [os.path.relpath(run.path, above) for run in runs]
-        self.problems = [
-            f"{name}: {each}" for run, name in zip(runs, self.names, strict=True) for each in run.problems
-        ]
-        self.facts = _table([_outcome(run) | facts_of_run(run) | _newest(run) for run in runs])
+        named = list(zip(runs, self.names, strict=True))
+        self.problems = [f"{name}: {problem}" for run, name in named for problem in run.problems]
+        self.facts = _table([{"verdict": _verdict(run), **facts_of_run(run), **_newest(run)} for run in runs])
         settings = _table([_settings(run) for run in runs])
         self.differs = {name: values for name, values in settings.items() if len(set(values)) > 1}
 
@@ -39,9 +38,9 @@ class Comparison:
         """Return a page of it (H742 if plotly is not installed)."""
         drawn = steps([each for run, name in zip(self.runs, self.names, strict=True) for each in _curves(run, name)])
         return fill_page(
-            "compare.html", {} if drawn is None else {"steps": drawn}, FILTERS, kind="comparison",
+            "compare.html", {} if drawn is None else {"steps": drawn}, kind="comparison",
             name=", ".join(self.names), under=f"{len(self.runs)} runs", names=self.names, facts=self.facts,
-            differs=self.differs, problems=self.problems, **foot(),
+            differs=self.differs, problems=self.problems,
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
@@ -57,15 +56,13 @@ def _table(every: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _settings(run: RunSnapshot) -> dict[str, str]:
-    rows = [
-        (group, *row) for group, rows in environment(run).items() for row in rows.items() if row[0] not in _OF_EACH
-    ]
-    return {f"{group}: {name}": value for group, name, value in rows}
+    known = [(group, *row) for group, rows in environment(run).items() for row in rows.items()]
+    return {f"{group}: {name}": value for group, name, value in known if name not in _OF_EACH}
 
 
-def _outcome(run: RunSnapshot) -> dict[str, str]:
+def _verdict(run: RunSnapshot) -> str:
     words = [] if run.verdict is None else [f"{run.verdict.title} [{run.verdict.cause}]", how_sure(run.verdict)]
-    return {"verdict": ", ".join(filter(None, words)) or "none"}
+    return ", ".join(filter(None, words)) or "none"
 
 
 def _newest(run: RunSnapshot) -> dict[str, str]:

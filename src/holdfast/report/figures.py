@@ -107,10 +107,7 @@ def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | N
     for number, (columns, title, unit) in enumerate(panels):
         axis = "" if number == 0 else str(number + 1)
         top = 1 - number * (share + gap)
-        coloured = [(lane, COLOURS[number % len(COLOURS)]) for number, lane in enumerate(lanes)]
-        drawn = [
-            (*each, name, each[0].columns[name]) for each in coloured for name in columns if name in each[0].columns
-        ]
+        drawn = [(at, name, s) for at, each in enumerate(lanes) for name in columns if (s := each.columns.get(name))]
         finite = np.concatenate([series.finite for *_, series in drawn])
         unit, scale = _byte_unit(finite) if unit == "B" else (unit, 1.0)
         layout[f"yaxis{axis}"] = {**_value_axis(finite, title, unit), "domain": [max(top - share, 0.0), top]}
@@ -120,9 +117,10 @@ def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | N
             layout[f"xaxis{axis}"] = {"anchor": f"y{axis}", "showspikes": True}
         else:
             lowest = axis
-        for lane, colour, name, series in drawn:
-            curve = _curve(lane, name, _scaled(series, scale), f"y{axis}", colour, unit, foot)
-            data += [{**each, "xaxis": f"x{axis}"} for each in curve] if name in own else curve
+        for at, name, series in drawn:
+            colour = COLOURS[at % len(COLOURS)]
+            traces = _curve(lanes[at], name, _scaled(series, scale), f"y{axis}", colour, unit, foot)
+            data += [{**each, "xaxis": f"x{axis}"} for each in traces] if name in own else traces
     data += _events_on_curves(lanes, events)
     overlay = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     layout[_EVENTS_AXIS.replace("y", "yaxis")] = overlay

@@ -142,13 +142,9 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOS
     """Return what a process recorded of steps, and in lanes that follow what is of one of several optimizers."""
     ring = next(iter(reading.listed(lambda path: [series.rows_of_ring(path)], path)), None)
     if ring is None or not len(ring):
-        none = np.array([])
-        logged = _logged(source, (none, none), most, reading)
-        alone = Lane(
-            label=source.label, last_step=0, begun=None, ended=None, columns=logged, moments=(none, none),
-            rank=source.rank,
-        )  # fmt: skip
-        return [alone] if logged else []
+        never = np.array([]), np.array([])
+        logged = _logged(source, never, most, reading)
+        return [Lane(label=source.label, columns=logged, moments=never, rank=source.rank)] if logged else []
     reading.note_lost(source)
     old = read_history(path).rows
     old = old[old["time"] < ring["time"][0]]
@@ -174,9 +170,7 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOS
     )]  # fmt: skip
 
 
-def _logged(
-    source: Source, moments: tuple[series.Numbers, series.Numbers], most: int, reading: _Reading
-) -> dict[str, series.Series]:
+def _logged(source: Source, moments: series.Moments, most: int, reading: _Reading) -> dict[str, series.Series]:
     """Return the curves of what a process or a guard logged of its own."""
     scalars = scalars_of(records := reading.listed(read_ring, source.directory / SCALARS_FILE))
     own = len(scalars)

@@ -6,12 +6,9 @@ What it looks like is in ``templates/page.html``.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
-from datetime import UTC, datetime
-from typing import Any
+from datetime import datetime
 
 from holdfast.core.text import duration, moment, size
-from holdfast.core.version import __version__
 from holdfast.report.environment import environment
 from holdfast.report.figures import figures
 from holdfast.report.goodput import COLOURS, goodput
@@ -20,31 +17,16 @@ from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import EventSeen
 from holdfast.report.verdicts import how_sure, tone
 
-FILTERS: dict[str, Callable[..., Any]] = {"moment": moment, "size": size, "duration": duration}
-
 
 def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
     """Return the page of a run, with a time at its foot (H742 if plotly is not installed)."""
     return fill_page(
-        "page.html",
-        figures(run),
-        {**FILTERS, "base64": lambda data: base64.b64encode(data).decode(), "facts": _facts_of},
-        kind="report",
-        run=run,
-        name=run.path.resolve().name or str(run.path),
-        under=run.command or run.path,
-        tone="unknown" if run.verdict is None else tone(run.verdict),
-        sure="" if run.verdict is None else how_sure(run.verdict),
-        facts=facts_of_run(run),
-        goodput=_goodput(run),
-        environment=environment(run),
-        **foot(now),
-    )
-
-
-def foot(now: datetime | None = None) -> dict[str, str]:
-    """Return what stands at the foot of a page."""
-    return {"written": (now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"), "version": __version__}
+        "page.html", figures(run), now, kind="report", run=run, name=run.path.resolve().name or str(run.path),
+        under=run.command or run.path, tone="unknown" if run.verdict is None else tone(run.verdict),
+        sure="" if run.verdict is None else how_sure(run.verdict), facts=facts_of_run(run), goodput=goodput(run),
+        colours=COLOURS, environment=environment(run), facts_of=_facts_of,
+        base64=lambda data: base64.b64encode(data).decode(),
+    )  # fmt: skip
 
 
 def facts_of_run(run: RunSnapshot) -> dict[str, str]:
@@ -70,8 +52,3 @@ def facts_of_run(run: RunSnapshot) -> dict[str, str]:
 
 def _facts_of(seen: EventSeen) -> str:
     return ", ".join(f"{key}={value!r}"[:400] for key, value in list(seen.event.data.items())[:40])
-
-
-def _goodput(run: RunSnapshot) -> list[dict[str, object]]:
-    total = sum((spent := goodput(run)).values())
-    return [{"kind": k, "seconds": v, "share": f"{v / total:.1%}", "colour": COLOURS[k]} for k, v in spent.items()]

@@ -20,7 +20,7 @@ from holdfast.report.sources import EventSeen
 
 if TYPE_CHECKING:  # numpy takes a tenth of a second
     from holdfast.report.images import ImageSeen
-    from holdfast.report.series import Numbers, Series
+    from holdfast.report.series import Moments, Series
 
 State = Literal["running", "waits to restart", "ended"]
 
@@ -35,11 +35,11 @@ class Lane:
     """
 
     label: str
-    last_step: int
-    begun: float | None
-    ended: float | None
+    last_step: int = 0
+    begun: float | None = None
+    ended: float | None = None
     columns: Mapping[str, Series]
-    moments: tuple[Numbers, Numbers]
+    moments: Moments
     rank: int | None = None
     optimizer: str = ""
 

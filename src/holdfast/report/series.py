@@ -14,6 +14,7 @@ from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
 
 Numbers = NDArray[np.float64]
+Moments = tuple[Numbers, Numbers]
 
 # A screen has some 4,000 columns of pixels at most: enough to draw a curve of any length as an eye would see it.
 MOST_POINTS = 2000
@@ -73,9 +74,7 @@ def columns(rows: Rows) -> dict[str, Series]:
     return {name: each for name, each in found.items() if each is not None}
 
 
-def columns_of_scalars(
-    scalars: Sequence[Scalar], moments: tuple[Numbers, Numbers], most: int = MOST_POINTS
-) -> dict[str, Series]:
+def columns_of_scalars(scalars: Sequence[Scalar], moments: Moments, most: int = MOST_POINTS) -> dict[str, Series]:
     """Return the curves of the first names that were logged, each after `LOGGED`; `moments` as in a `Lane`."""
     by_name: dict[str, list[tuple[float, float, float]]] = {}
     for each in scalars:

@@ -88,8 +88,7 @@ class Watched:
             now=self._clock.unix_seconds(), newest=self._newest or None, processes=tuple(processes),
             events=tuple(self._events), verdict=self._verdict(state, lost=lost),
             outlook=self._outlook() if state != "ended" else "", news=tuple(news),
-            guards=tuple(self._follower.guard_runs()),
-            scalars=tuple(self._scalars.values()),
+            guards=tuple(self._follower.guard_runs()), scalars=tuple(self._scalars.values()),
             problems=(*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])),
         )  # fmt: skip
 
@@ -258,14 +257,12 @@ def _recent(history: Sequence[StepSample]) -> dict[str, Any]:
     norms = [each.grad_norm for each in history if each.grad_norm is not None]
     rates = [each.learning_rate for each in history if each.learning_rate is not None]
     return {
-        "loss": losses[-1] if losses else None,
-        "losses": tuple(losses),
-        "grad_norm": norms[-1] if norms else None,
+        "loss": losses[-1] if losses else None, "losses": tuple(losses), "grad_norm": norms[-1] if norms else None,
         "learning_rate": rates[-1] if rates else None,
         "wait_share": math.fsum(each.wait_seconds for each in timed) / seconds if seconds > 0 else math.nan,
         "host_bytes": next((each.host_bytes for each in reversed(history) if each.host_bytes), 0),
         "device_bytes": next((b for each in reversed(history) if (b := each.device_allocated_bytes)), 0),
-    }
+    }  # fmt: skip
 
 
 def _rate(history: list[StepSample], now: float | None) -> float:

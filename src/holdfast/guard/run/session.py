@@ -70,18 +70,11 @@ class Session:
         self._store = Store(directory.checkpoints)
         self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
         self.saving = Saving(
-            directory=directory,
-            store=self._store,
-            record=record,
-            policy=policy,
-            clock=clock,
-            run_state=self.state,
-            state=lambda: ranks.share(gather(parts, self.training_state())),
-            must_be_finite=self.must_be_finite,
-            position=self._position,
-            cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
+            directory=directory, store=self._store, record=record, policy=policy, clock=clock, run_state=self.state,
+            state=lambda: ranks.share(gather(parts, self.training_state())), must_be_finite=self.must_be_finite,
+            position=self._position, cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
             writers=ranks.writers,
-        )
+        )  # fmt: skip
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
         engine.spare_memory = self._spare_memory
         self.spikes = SpikeDetector(objective=policy.objective)
@@ -189,19 +182,12 @@ class Session:
         """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""
         counters, saving, plan = self.counters, self.saving.collected(), self.ladder.plan
         return Statistics(
-            global_step=self.record.global_step,
-            epoch=0 if self.cursor is None else self.cursor.epoch,
-            steps=counters.steps,
-            skipped_steps=counters.skipped_steps,
-            out_of_memory=counters.out_of_memory,
-            rollbacks=counters.rollbacks,
-            resumes=counters.resumes,
-            checkpoints_saved=saving.saved,
-            checkpoints_failed=saving.failed,
-            micro_batch_size=plan.micro_batch_size,
-            recompute=bool(plan.recompute),
+            global_step=self.record.global_step, epoch=0 if self.cursor is None else self.cursor.epoch,
+            steps=counters.steps, skipped_steps=counters.skipped_steps, out_of_memory=counters.out_of_memory,
+            rollbacks=counters.rollbacks, resumes=counters.resumes, checkpoints_saved=saving.saved,
+            checkpoints_failed=saving.failed, micro_batch_size=plan.micro_batch_size, recompute=bool(plan.recompute),
             loss_scale=self._engine.loss_scale.value(),
-        )
+        )  # fmt: skip
 
     # --- what is saved --------------------------------------------------------------------------------------
 
@@ -362,18 +348,14 @@ class Session:
         cursor = self.cursor
         of_ranks = {} if self._of_ranks is None else {"ranks": self._of_ranks}
         return of_ranks | {
-            "global_step": self.record.global_step,
-            "counters": asdict(self.counters),
+            "global_step": self.record.global_step, "counters": asdict(self.counters),
             "position": None if cursor is None else cursor.state_dict(),
-            "random_state": self._random_state().to_tree(),
-            "ladder": self.ladder.state_dict(),
-            "loss_scale": self._engine.loss_scale.state_dict(),
-            "spikes": self.spikes.state_dict(),
+            "random_state": self._random_state().to_tree(), "ladder": self.ladder.state_dict(),
+            "loss_scale": self._engine.loss_scale.state_dict(), "spikes": self.spikes.state_dict(),
             "diagnosis": self._engine.diagnosis.state_dict(),
-            "save_costs": [list(pair) for pair in self.saving.chooser.costs],
-            "run": self._directory.run_id,
+            "save_costs": [list(pair) for pair in self.saving.chooser.costs], "run": self._directory.run_id,
             "settings": self._settings,
-        }
+        }  # fmt: skip
 
     # --- restore --------------------------------------------------------------------------------------------
 

@@ -67,10 +67,9 @@ class RunFolder:
         except LockHeldError as error:
             raise RunDirectoryError(
                 f"run directory {self.path} is in use by {error.holder}",
-                limit="one supervisor at a time may write to it",
-                fix="stop that one, or choose another --run-dir.",
+                limit="one supervisor at a time may write to it", fix="stop that one, or choose another --run-dir.",
                 rule="H723",
-            ) from error
+            ) from error  # fmt: skip
         except OSError as error:
             raise self.unusable(error) from error
 
@@ -82,9 +81,8 @@ class RunFolder:
             raise RunDirectoryError(
                 f"{self._file} has format {found!r}",
                 limit=f"this holdfast writes run directories of format {FORMAT}",
-                fix="upgrade holdfast, or choose another --run-dir.",
-                rule="H724",
-            )
+                fix="upgrade holdfast, or choose another --run-dir.", rule="H724",
+            )  # fmt: skip
 
     def unusable(self, error: OSError) -> RunDirectoryError:
         """Return the error for a directory that cannot be made or written."""
@@ -106,16 +104,10 @@ class RunFolder:
     def describe(self, command: Sequence[str], started: float) -> None:
         """Write what is known before the start (H722)."""
         facts = {
-            "format": FORMAT,
-            "argv": list(command),
-            "cwd": str(Path.cwd()),
-            "python": sys.executable,
-            "hostname": socket.gethostname(),
-            "started": started,
-            "supervisor_pid": os.getpid(),
-            **_machine(),
+            "format": FORMAT, "argv": list(command), "cwd": str(Path.cwd()), "python": sys.executable,
+            "hostname": socket.gethostname(), "started": started, "supervisor_pid": os.getpid(), **_machine(),
             "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
-        }
+        }  # fmt: skip
         try:
             (self.supervisor / LOST_FILE).unlink(missing_ok=True)
             replace_file(self._file, json.dumps(facts, indent=1).encode())

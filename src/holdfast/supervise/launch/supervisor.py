@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from holdfast.core.control_groups import fields_of, group_folders
 from holdfast.core.durable import replace_file
@@ -143,7 +144,7 @@ class Supervisor:
     def emit(self, data: EventData) -> None:
         """Record an event, with its own step or that of the command; from any thread."""
         now, step = time.time(), getattr(data, "step", None)
-        step = self._at_step() or 0 if step is None else step
+        step = self._most("step") or 0 if step is None else step
         with self._lock:
             self._box.event(Event(kind=data.kind, global_step=step, unix_seconds=now, data=data.facts()))
 
@@ -187,28 +188,20 @@ class Supervisor:
         self.emit(process_events.ProcessEnded(pid=child.pid, status=end.status, oom_kills=killed))
         ended = process_events.AttemptEnded(
             attempt=number, status=end.status, oom_kills=killed, seconds=round(end.seconds, 3),
-            steps=self._steps(), signal_sent_by_us=end.sent, asked_by=end.asked,
+            steps=self._most("made"), signal_sent_by_us=end.sent, asked_by=end.asked,
         )  # fmt: skip
         self.emit(ended)
         return end
 
-    def _boards(self) -> list[Standing]:
-        """Return where the processes that train in this attempt stand."""
+    def _most(self, what: Literal["step", "made"]) -> int | None:
+        """Return the most that a process of this attempt shows of its steps, see `Standing`; None if it has none."""
         trainers = [
             folder
             for folder, info in read_processes(self.run_path)
             if info.attempt == self._number and info.role == "trainer"
         ]
         boards = (_board(folder / BOARD_FILE) for folder in trainers)
-        return [board for board in boards if board is not None]
-
-    def _steps(self) -> int | None:
-        """Return the most steps that a process of this attempt has made; None if none was observed."""
-        return max((board.made for board in self._boards()), default=None)
-
-    def _at_step(self) -> int | None:
-        """Return how far the training is, as it counts itself; None if no process of it was observed."""
-        return max((board.step for board in self._boards()), default=None)
+        return max((getattr(board, what) for board in boards if board is not None), default=None)
 
     def _judge(self) -> Verdict:
         """Return why the attempt ended, and write it down."""
@@ -233,8 +226,8 @@ class Supervisor:
 
     def _decide(self, end: End, verdict: Verdict) -> Again | Stop:
         """Return what follows an attempt."""
-        steps = self._steps()
-        at_step = self._at_step() if verdict.step is None else verdict.step
+        steps = self._most("made")
+        at_step = self._most("step") if verdict.step is None else verdict.step
         self._history.append(
             Past(cause=verdict.cause, kind=verdict.restart, at_step=at_step, steps=steps, seconds=end.seconds)
         )

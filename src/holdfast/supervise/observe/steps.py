@@ -279,7 +279,7 @@ class Steps:
     def _end_step(self, board: ProgressBoard, learning_rate: float | None, optimizer: Any = None) -> None:
         loss, norm, began = self._loss, self._norm, self._began
         self._loss = self._norm = None
-        board.made = made = board.made + 1
+        board.made = made = (board.made + 1) & 0xFFFFFFFF  # as many bits as the board has
         counted = guarded.get(id(optimizer))
         record = None if counted is None else counted[1]()
         board.step = step = (board.step if record is None else record.global_step) + 1  # which counts it after this
