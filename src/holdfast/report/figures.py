@@ -106,11 +106,12 @@ def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | N
     share = (1 - gap * (len(panels) - 1)) / len(panels)
     for number, (columns, title, unit) in enumerate(panels):
         axis = "" if number == 0 else str(number + 1)
-        top = 1 - number * (share + gap)
+        foot_at = 1 - number * (share + gap) - share
+        top = foot_at + share * (0.72 if columns[0] in own else 1.0)  # below the numbers of the axis above
         drawn = [(at, name, s) for at, each in enumerate(lanes) for name in columns if (s := each.columns.get(name))]
         finite = np.concatenate([series.finite for *_, series in drawn])
         unit, scale = _byte_unit(finite) if unit == "B" else (unit, 1.0)
-        layout[f"yaxis{axis}"] = {**_value_axis(finite, title, unit), "domain": [max(top - share, 0.0), top]}
+        layout[f"yaxis{axis}"] = {**_value_axis(finite, title, unit), "domain": [max(foot_at, 0.0), top]}
         layout["annotations"].append(_panel_title(title, top))
         foot = float(finite.min()) / scale if len(finite) else 0.0
         if columns[0] in own:
