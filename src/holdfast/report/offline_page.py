@@ -1,6 +1,6 @@
 """The walls of a page that opens offline: what enters it is escaped, and it runs nothing but its own two scripts.
 
-``templates/base.html`` is a template of Jinja2. All text is sanitised and escaped where it enters; data enters a
+``templates/frame.html`` is a template of Jinja2. All text is sanitised and escaped where it enters; data enters a
 script as JSON in which ``<``, ``>`` and ``&`` are written as escapes; the page's own policy names the two scripts by
 their digests and loads nothing. ``page.css`` and ``page.js`` go in as they are.
 """
