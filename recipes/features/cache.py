@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.progress import Progress
 from torch.utils.data import Dataset
 
+from holdfast.core.control_groups import cpu_quota
 from holdfast.core.errors import LoaderError
 from holdfast.core.warned import ignoring
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.machine import cpu_quota
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.fetch import as_is
 from recipes.features.files import Contents, Draft, failure, missing, open_finished, read_item, require_h5py
