@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -151,17 +151,23 @@ class Encoder:
 
 def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
     """Return the strides of a dense tensor that does not lie row by row; fused optimizers go by places in memory."""
-    strides = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-    sizes = [size for _, size in sorted(strides)]
-    dense = [stride for stride, _ in sorted(strides)] == [math.prod(sizes[:i]) for i in range(len(sizes))]
     rows = [math.prod(tensor.shape[i + 1 :]) for i in range(tensor.dim())]
-    return {"stride": list(tensor.stride())} if tensor.numel() and dense and list(tensor.stride()) != rows else {}
+    other = list(tensor.stride()) != rows and _is_dense(tensor.shape, tensor.stride())
+    return {"stride": list(tensor.stride())} if tensor.numel() and other else {}
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    strides = sorted((each, size) for each, size in zip(stride, shape, strict=True) if size > 1)
+    sizes = [size for _, size in strides]
+    return [each for each, _ in strides] == [math.prod(sizes[:i]) for i in range(len(sizes))]
 
 
 def _stored(value: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     tensor = tensors[value["name"]]
     stride = tuple(value.get("stride", tensor.stride()))
     if stride != tensor.stride():
+        if not (all(type(each) is int and each >= 0 for each in stride) and _is_dense(tensor.shape, stride)):
+            raise ValueError(f"a tensor has strides {stride!s:.80}")
         laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = tensors[value["name"]] = laid_out.copy_(tensor)  # in its place: one at a time is in memory twice
     return tensor
@@ -194,8 +200,13 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return _MAPPINGS[kind](items)
     if kind == "sparse_tensor":
         indices, values = decode(value["indices"], tensors), decode(value["values"], tensors)
-        return torch.sparse_coo_tensor(
-            indices, values, value["size"], is_coalesced=value["coalesced"], check_invariants=True
+        return _unless_refused(
+            torch.sparse_coo_tensor,
+            indices,
+            values,
+            value["size"],
+            is_coalesced=value["coalesced"],
+            check_invariants=True,
         )
     if kind in _SEQUENCES:
         return _SEQUENCES[kind]([decode(item, tensors) for item in value["items"]])
@@ -204,15 +215,30 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return _LEAVES[kind](value, tensors)
 
 
+def _unless_refused(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return what torch makes of values that another may have written; ValueError if it refuses them."""
+    try:
+        return make(*args, **options)
+    except RuntimeError as error:
+        raise ValueError(str(error)[:200]) from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r:.80} is no type of a tensor")  # noqa: TRY004 - of the file
+    return found
+
+
 _LEAVES: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
     "tensor": _stored,
-    "complex_tensor": lambda value, tensors: torch.view_as_complex(_stored(value, tensors)),
+    "complex_tensor": lambda value, tensors: _unless_refused(torch.view_as_complex, _stored(value, tensors)),
     "ndarray": lambda value, tensors: tensors[value["name"]].numpy().copy(),
     "scalar": lambda value, _: np.frombuffer(bytes.fromhex(value["hex"]), dtype=value["dtype"])[0],
     "float": lambda value, _: float(value["text"]),
     "bytes": lambda value, _: bytes.fromhex(value["hex"]),
     "complex": lambda value, _: complex(value["text"]),
-    "dtype": lambda value, _: getattr(torch, value["text"]),
-    "device": lambda value, _: torch.device(value["text"]),
+    "dtype": lambda value, _: _dtype(value["text"]),
+    "device": lambda value, _: _unless_refused(torch.device, value["text"]),
     "path": lambda value, _: Path(value["text"]),
 }

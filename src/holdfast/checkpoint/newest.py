@@ -70,8 +70,10 @@ def paths_in(folder: Path) -> list[Path]:
 def move_aside(checkpoint: Path) -> Path:
     """Rename a checkpoint so that nobody resumes from it, and return its new path."""
     target = checkpoint.with_name(DAMAGED + checkpoint.name)
-    if target.exists():
+    if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
     return checkpoint.rename(target)
 
 

@@ -10,6 +10,7 @@ after a rollback to a smaller step.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -101,8 +102,9 @@ class Store:
             raise OSError(f"No space left on device: the checkpoint needs {needed_bytes} bytes and {free} are free")
         save_id = self.next_save_id()
         draft = self.directory / f"{_TEMPORARY}{save_id:06d}-step{global_step:08d}"
-        if draft.exists():
+        if draft.is_dir() and not draft.is_symlink():
             shutil.rmtree(draft)
+        draft.unlink(missing_ok=True)
         draft.mkdir(parents=True)
         return draft, save_id
 
@@ -120,6 +122,8 @@ class Store:
         """Remove what killed saves left behind. Only for the holder of the run directory's lock."""
         for path in paths_in(self.directory):
             if path.name.startswith(_TEMPORARY):
+                with contextlib.suppress(OSError):  # one that is no folder, or a link
+                    path.unlink()
                 shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events.event import Event
+from holdfast.core.files import opened
 from holdfast.explain.evidence import Ending, Facts, Lost, Statement
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
@@ -279,7 +280,7 @@ class _Attempt:
 
     def _log(self) -> LogText | None:
         try:
-            with (self._recordings.run / OUTPUT_FILE).open("rb") as stream:
+            with opened(self._recordings.run / OUTPUT_FILE) as stream:
                 start, end, number = _section(stream, self._number)
                 stream.seek(start)
                 return read_log(_Part(stream, end - start), name=OUTPUT_FILE, first_number=number)

@@ -17,7 +17,9 @@ from typing import Any
 
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import RunDirectoryError
+from holdfast.core.files import make_folder, make_run_directory, read_file
 from holdfast.core.lock import FileLock, LockHeldError
+from holdfast.core.secrets import without_secrets
 from holdfast.core.version import __version__
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import LOST_FILE, SUPERVISED_FILE, SUPERVISOR_FOLDER, read_processes
@@ -51,7 +53,8 @@ class RunFolder:
         """The folder of the supervisor's own recording."""
         self._file = self.path / SUPERVISED_FILE
         try:
-            self.supervisor.mkdir(parents=True, exist_ok=True)
+            make_run_directory(self.path)
+            make_folder(self.supervisor)
             self._check_format()
             self._lock = FileLock(self.supervisor / "lock")
             self._lock.acquire()
@@ -68,7 +71,7 @@ class RunFolder:
     def _check_format(self) -> None:
         found = FORMAT  # of a damaged description, which is written again
         with suppress(OSError, ValueError, RecursionError, AttributeError):
-            found = json.loads(self._file.read_bytes()).get("format", FORMAT)
+            found = json.loads(read_file(self._file)).get("format", FORMAT)
         if not isinstance(found, int) or found > FORMAT:
             raise RunDirectoryError(
                 f"{self._file} has format {found!r}",
@@ -98,7 +101,7 @@ class RunFolder:
         """Write what is known before the start (H722)."""
         facts = {
             "format": FORMAT,
-            "argv": list(command),
+            "argv": without_secrets(command),
             "cwd": str(Path.cwd()),
             "python": sys.executable,
             "hostname": socket.gethostname(),

@@ -19,6 +19,7 @@ from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import process_events
 from holdfast.core.events.event import Event, EventData
 from holdfast.core.events.run_events import RecordingMovedAside
+from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Standing, read_board
@@ -157,7 +158,7 @@ class Supervisor:
         plan, number = self._plan, self._number
         self._log.begin(number)
         oom_kills = count_oom_kills()
-        self.emit(process_events.AttemptStarted(attempt=number, argv=tuple(plan.command)))
+        self.emit(process_events.AttemptStarted(attempt=number, argv=tuple(without_secrets(plan.command))))
         environment = make_environment(self._environment, self.run_path, number, mark, observe=plan.observe)
         streams = Streams()
         self._copier.take(streams.sources)
