@@ -36,9 +36,13 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE) -> int:
     return descriptor
 
 
-def opened(path: Path) -> BufferedReader:
-    """Return a file object of a regular file, to read; OSError as `open_file`."""
-    return open(path, "rb", opener=_opener())
+def opened(path: Path, most: int | None = None) -> BufferedReader:
+    """Return a file object of a regular file, to read; OSError as `open_file`, or if it has more than `most` bytes."""
+    file = open(path, "rb", opener=_opener())
+    if most is not None and os.fstat(file.fileno()).st_size > most:  # a hole of a terabyte costs nothing to make
+        file.close()
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return file
 
 
 def opened_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
@@ -57,12 +61,9 @@ def created(path: Path, mode: int = PRIVATE) -> BinaryIO:
 
 
 def read_file(path: Path, most: int = _MOST_BYTES) -> bytes:
-    """Return all of a regular file; OSError (EFBIG) if it has more than `most` bytes, else as `open_file`."""
-    with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:  # a hole of a terabyte costs nothing to make
-            raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
-        return file.read(size)
+    """Return all of a regular file; OSError as `opened`."""
+    with opened(path, most) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 def swap_in(path: Path, data: bytes) -> None:
