@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import itertools
 import json
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from evals.fuzz.child import run
+from evals.fuzz.child import MOST_BYTES, bound_memory, run
 from evals.fuzz.targets import CLEAR, TARGETS, make_base, make_input
 
 
@@ -35,7 +34,7 @@ def fuzz(seed: int, names: Sequence[str], *, seconds: float, first: int = 0, cou
         made = run(base, lambda: make_base(base), allowed=())  # in a child: whoever forks has computed nothing
         if made["kind"] != "fine: made":
             raise SystemExit(f"what is to be changed cannot be made: {made}")
-        for number, name in itertools.product(range(first, first + count), names):
+        for number, name in ((each, name) for each in range(first, first + count) for name in names):
             if time.monotonic() > until:
                 break
             folder.mkdir()
@@ -66,6 +65,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print the findings")
     parser.add_argument("--out", type=Path, default=Path("fuzz.json"))
     given = parser.parse_args()
+    bound_memory(2 * MOST_BYTES)  # of this process too, which makes the inputs
     found = fuzz(given.seed, given.only, seconds=60 * given.minutes, first=given.first, count=given.count)
     given.out.write_text(json.dumps(found, indent=1) + "\n")
     if given.show:

@@ -27,6 +27,14 @@ _STARTING = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.
 _ALLOWED = ("/dev/null", "/tmp/torchinductor_")
 
 
+def bound_memory(most: int) -> None:
+    """Let this process have no more than so many bytes beside what it has."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, bound = resource.getrlimit(resource.RLIMIT_AS)
+    limit = held + most if bound == resource.RLIM_INFINITY else min(held + most, bound)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, bound))
+
+
 def watch(folder: Path) -> list[str]:
     """Return a list that will name whatever this process does outside of a folder."""
     found: list[str] = []
@@ -85,8 +93,7 @@ def run(folder: Path, work: Callable[[], str], *, allowed: tuple[type[BaseExcept
 
 
 def _answer(folder: Path, work: Callable[[], str], allowed: tuple[type[BaseException], ...]) -> str:
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + MOST_BYTES, held + MOST_BYTES))
+    bound_memory(MOST_BYTES)
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
     os.chdir(folder)
     quiet = os.open(os.devnull, os.O_RDWR)

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.checkpoint.seal import FILE_NAME
 from holdfast.cli.main import make_app
+from holdfast.core.files import read_file
 from holdfast.recorder.black_box import BlackBox, StepMark
 
 COMMANDS = ("events", "explain", "watch --once", "metrics --jsonl /dev/null", "report", "checkpoints --verify")
@@ -78,13 +79,12 @@ def make_base(base: Path) -> str:
     """Make what is changed: a run with every kind of file, and data of the recipes."""
     run, data = base / "run", base / "data"
     train(run, 6)
-    make_run(run, steps=20)
-    write_events(run / "supervisor", *(happened(kind, 3, 3, path=str(run), why="x") for kind in ("guard", "hang")))
+    about = json.dumps({"state": "coming", "beat": "1-1", "count": 1, "format": 1, "samples": []})
     for name in ("hosts/0.json", "quarantine.json"):
         (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_text(
-            json.dumps({"state": "coming", "beat": "1-1", "count": 1, "format": 1, "samples": []})
-        )
+        (run / name).write_text(about)
+    make_run(run, steps=20)  # after the file of a host, which would lead to another folder
+    write_events(run / "supervisor", *(happened(kind, 3, 3, path=str(run), why="x") for kind in ("guard", "hang")))
     write_wav(data / "wavs" / "a.wav", np.sin(np.arange(4000) / 9))
     (data / "metadata.csv").write_text("a|Hello there|hello there\n")
     (data / "list.csv").write_text("ID,duration,wav,wrd\na,0.2,wavs/a.wav,HELLO\n")
@@ -117,7 +117,7 @@ def other_json(chance: Random, value: Any) -> Any:
 
 def hurt(chance: Random, path: Path) -> None:
     """Change a file, in its bytes or as JSON, or put something else in its place; a manifest is signed anew."""
-    data, how = path.read_bytes(), chance.random()
+    data, how = read_file(path), chance.random()
     if how < 0.15:
         path.unlink()
         plant(chance, path)
@@ -150,9 +150,9 @@ def plant(chance: Random, path: Path) -> None:
 def forge(folder: Path) -> None:
     """Give a checkpoint whose files were changed the digests of what they hold now, as far as it still has a form."""
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        tree = json.loads((folder / FILE_NAME).read_bytes().partition(b"\n")[0])
+        tree = json.loads(read_file(folder / FILE_NAME).partition(b"\n")[0])
         for name, extents in tree["files"].items():
-            data = (folder / name).read_bytes() if (folder / name).stat().st_size < 1 << 20 else b""
+            data = read_file(folder / name)
             last = max(each["end"] for each in extents.values())
             for each in extents.values():
                 each["end"] = max(len(data), each["begin"]) if each["end"] == last else each["end"]

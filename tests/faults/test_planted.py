@@ -205,7 +205,7 @@ def test_a_forged_manifest_is_damage(trained, tmp_path, name):
     forged(newest.path, FORGERIES[name])
     with pytest.raises(holdfast.CheckpointError, match="H311"):
         newest.verify()
-    result = CliRunner().invoke(make_app("checkpoints"), ["checkpoints", str(tmp_path)])
+    result = CliRunner().invoke(make_app("checkpoints"), ["checkpoints", str(tmp_path), "--verify"])
     assert result.exit_code == 1, result.exception
     guard, _ = guard_in(tmp_path)
     assert guard.resumed_from is not None

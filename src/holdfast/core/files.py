@@ -18,8 +18,8 @@ PRIVATE, SHARED = 0o600, 0o666  # the latter is what the user's umask leaves of 
 _MOST_BYTES = 64 << 20
 
 
-def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE) -> int:
-    """Return a descriptor of a regular file; OSError for a link, pipe, device, socket or directory."""
+def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE, most: int | None = None) -> int:
+    """Return a descriptor of a regular file; OSError for anything else, and for one of more than `most` bytes."""
     try:
         # Without O_NONBLOCK a pipe would keep us waiting for whoever writes to it.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -28,21 +28,20 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE) -> int:
         if error.errno in why:
             raise OSError(error.errno, why[error.errno], str(path)) from error
         raise
-    kind = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(kind):
-        os.close(descriptor)
-        number = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
-        raise OSError(number, "it is no regular file", str(path))
-    return descriptor
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        odd = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL, "it is no regular file"
+    elif most is not None and found.st_size > most:  # a hole of a terabyte costs nothing to make
+        odd = errno.EFBIG, f"it has more than {most} bytes"
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(*odd, str(path))
 
 
 def opened(path: Path, most: int | None = None) -> BufferedReader:
-    """Return a file object of a regular file, to read; OSError as `open_file`, or if it has more than `most` bytes."""
-    file = open(path, "rb", opener=_opener())
-    if most is not None and os.fstat(file.fileno()).st_size > most:  # a hole of a terabyte costs nothing to make
-        file.close()
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
-    return file
+    """Return a file object of a regular file, to read; OSError as `open_file`."""
+    return open(path, "rb", opener=_opener(most=most))
 
 
 def opened_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
@@ -50,8 +49,8 @@ def opened_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
     return open(path, how, opener=_opener())
 
 
-def _opener(mode: int = PRIVATE) -> Callable[[str, int], int]:
-    return lambda path, flags: open_file(Path(path), flags, mode)
+def _opener(mode: int = PRIVATE, most: int | None = None) -> Callable[[str, int], int]:
+    return lambda path, flags: open_file(Path(path), flags, mode, most)
 
 
 def created(path: Path, mode: int = PRIVATE) -> BinaryIO:
