@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_hostile_inputs_are_read_or_refused():
-    """No bare error, no hang, no more than 1 GiB, nothing started and nothing written outside of an input's folder."""
+    """No bare error, no hang, at most 1 GiB, nothing started, and nothing written outside of an input's folder."""
     found = fuzz(7, list(TARGETS), seconds=600, count=4)
     assert found["inputs"] == 4 * len(TARGETS)
     assert found["findings"] == []

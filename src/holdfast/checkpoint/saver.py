@@ -285,7 +285,9 @@ def read_components(
                 found[name] = decode(state[name], _read_tensors(existing, (into or {}).get(name, {}), share))
     except OSError as error:
         raise unreadable(entry.path, error) from error
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
+        if str(error).startswith(("[enforce fail", "CUDA out of memory")):  # there is no memory for it here
+            raise
         what = f"it holds what holdfast does not write ({type(error).__name__}: {str(error)[:200]})"
         raise damaged(entry.path, what) from error
     return found

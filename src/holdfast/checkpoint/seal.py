@@ -128,18 +128,15 @@ def _checked(tree: dict[str, Any]) -> Manifest:
     found = Manifest(**{**tree, "files": files})
     numbers = [found.format, found.save_id, found.global_step]
     for name, extents in files.items():
-        if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"{name[:80]!r} is no file in it")
-        end = 0
-        for each in sorted(extents.values(), key=lambda each: (each.begin, each.end)):
-            if each.begin != end or not (isinstance(each.sha256, str) and isinstance(each.dtype, str)):
-                raise ValueError(f"the parts of {name[:80]!r} do not cover it")
-            numbers += [each.begin, each.end - each.begin, *each.shape]
-            end = each.end
-    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
-        raise ValueError("a number in it is none")
-    if not (isinstance(found.written_by, str) and 0 <= found.unix_seconds < _LATEST):
-        raise ValueError("its time is none")
+        parts = sorted(extents.values(), key=lambda each: (each.begin, each.end))
+        covered = [each.begin for each in parts] == [0, *(each.end for each in parts)][:-1]
+        texts = all(isinstance(text, str) for each in parts for text in (each.sha256, each.dtype))
+        if {"", ".."} & set(name.split("/")) or "\0" in name or not covered or not texts:
+            raise ValueError(f"what it says of {name[:80]!r}")
+        numbers += [number for each in parts for number in (each.begin, each.end - each.begin, *each.shape)]
+    sound = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+    if not (sound and isinstance(found.written_by, str) and 0 <= found.unix_seconds < _LATEST):
+        raise ValueError("a number or its time")
     return found
 
 
@@ -151,23 +148,21 @@ def verify(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     for name, extents in manifest.files.items():
         verify_file(checkpoint, name, extents)
-        if HEADER in extents:
-            _verify_header(checkpoint, name, extents)
+        if HEADER in extents and not _is_header(_file(checkpoint, name), extents):
+            raise damaged(checkpoint, f"the header of {name} is not what {FILE_NAME} says")
     return manifest
 
 
-def _verify_header(checkpoint: Path, name: str, extents: dict[str, Extent]) -> None:
-    """Check that a safetensors file says of its parts what the manifest says, and that their sizes can be (H311)."""
-    said = {key: (each.begin, each.end, each.dtype, each.shape) for key, each in extents.items()}
-    tensors = [each for key, each in extents.items() if key != HEADER]
+def _is_header(path: Path, extents: dict[str, Extent]) -> bool:
+    """Return whether a safetensors file says of its parts what the manifest says, and that can be their sizes."""
     try:
-        matches = {key: tuple(rest) for key, *rest in tensors_in(_file(checkpoint, name))} == said and all(
-            math.prod(each.shape) * _bits(each.dtype) == 8 * (each.end - each.begin) for each in tensors
-        )
+        found = {name: Extent(begin=begin, end=end, sha256=extents[name].sha256, dtype=dtype, shape=shape)
+                 for name, begin, end, dtype, shape in tensors_in(path)}  # fmt: skip
+        tensors = [each for name, each in found.items() if name != HEADER]
+        sizes = [(8 * (each.end - each.begin), math.prod(each.shape) * _bits(each.dtype)) for each in tensors]
     except _ODD:
-        matches = False
-    if not matches:
-        raise damaged(checkpoint, f"the header of {name} is not what {FILE_NAME} says")
+        return False
+    return found == extents and all(size == due for size, due in sizes)
 
 
 def verify_file(checkpoint: Path, name: str, extents: dict[str, Extent]) -> None:

@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -73,11 +74,26 @@ def swap_in(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder within a run directory; OSError if a link lies there, which might lead out of it."""
-    path.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link, and a folder is needed", str(path))
+def make_folder(run: Path, *names: str) -> Path:
+    """Make a folder within a run directory and return it; OSError if a link on the way might lead out of it."""
+    path = run
+    for name in names:
+        path = path / name
+        path.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link, and a folder is needed", str(path))
+    return path
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, or whatever else lies there, as far as the system lets us."""
+    import shutil  # most processes remove nothing
+
+    with suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):  # `rmtree` waits for whoever writes to a pipe
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def make_run_directory(path: Path) -> None:

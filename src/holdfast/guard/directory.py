@@ -39,7 +39,7 @@ class RunDirectory:
         self._rank = rank
         try:
             make_run_directory(self.path)
-            make_folder(self.recorder.parent)
+            make_folder(self.path, "recorder")
             self._says = self._read()
             if rank == 0:
                 self._write()

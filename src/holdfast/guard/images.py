@@ -53,11 +53,11 @@ def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
     folder = run / IMAGES_FOLDER / tag
     path = folder / f"{record.global_step}.png"
     try:
-        make_folder(folder.parent)
+        make_folder(run, IMAGES_FOLDER)
         if not folder.is_dir() and sum(1 for _ in folder.parent.iterdir()) >= MOST_TAGS:
             record.emit(run_events.ImageLeftOut(tag=tag, reason=f"{MOST_TAGS} tags have images already"))
             return
-        make_folder(folder)
+        make_folder(run, IMAGES_FOLDER, tag)
         replace_file(path, png)
         _drop_oldest(folder)
     except OSError as error:

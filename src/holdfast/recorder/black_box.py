@@ -79,7 +79,7 @@ class BlackBox:
     """
 
     def __init__(self, directory: Path) -> None:
-        make_folder(directory)
+        make_folder(directory.parent, directory.name)
         self._steps = RingWriter(directory / STEPS_FILE, payload_bytes=STEP.size, capacity=32_768, has_history=True)
         self._events = EventRing(directory, capacity=2_048)
         self.optimizers = Optimizers(directory)

@@ -124,22 +124,27 @@ class RingWriter:
 
 def _standing(path: Path, header: bytes, size: int, slot: struct.Struct) -> tuple[int, str]:
     """Return the number of the newest record, and why the file cannot be continued, or an empty text."""
-    try:
-        data = read_file(path, _MOST_BYTES)
-    except FileNotFoundError:
-        return 0, ""
-    except OSError as error:
-        if error.errno not in _NO_FILE:
-            raise
-        return 0, str(error.strerror)
-    if not data:
-        return 0, ""
+    data, why = _read(path)
+    if why or not data:
+        return 0, why
     if len(data) != size or not data.startswith(header):
         return 0, "it has another layout, or its header is damaged"
     records, damaged = _records(data, slot)
     if damaged > _MOST_TORN:
         return 0, f"{damaged} of its records are damaged"
     return records[-1].sequence if records else 0, ""
+
+
+def _read(path: Path) -> tuple[bytes, str]:
+    """Return what a ring holds, nothing if there is none, and why what lies there is none, or an empty text."""
+    try:
+        return read_file(path, _MOST_BYTES), ""
+    except FileNotFoundError:
+        return b"", ""
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        return b"", str(error.strerror)
 
 
 def _move_aside(path: Path) -> Path:
@@ -184,14 +189,9 @@ def read_ring(path: Path) -> list[Record]:
 
     H305 if the file is no ring or was written by a newer holdfast.
     """
-    try:
-        data = read_file(path, _MOST_BYTES)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        if error.errno not in _NO_FILE:
-            raise
-        raise newer(path, f"no recording ({error.strerror})") from error
+    data, why = _read(path)
+    if why:
+        raise newer(path, f"no recording ({why})")
     if len(data) < HEADER_BYTES:
         return []
     magic, version, payload_bytes, _ = HEADER.unpack_from(data)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from holdfast.checkpoint.store import Entry
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
-from holdfast.core.files import make_folder, read_file
+from holdfast.core.files import make_folder, read_file, remove
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FILE = "best.json"
@@ -89,11 +89,10 @@ class BestOf:
     def link(self, entry: Entry) -> None:
         """Keep a checkpoint by links. OSError: the disk refuses."""
         path = self._path_of(entry)
-        for folder in (self._folder.parent, self._folder, path.parent):
-            make_folder(folder)
+        make_folder(self._folder.parent.parent, "best", self._folder.name, path.parent.name)
         draft = path.with_name(f".tmp-{path.name}")
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(path, ignore_errors=True)
+        remove(draft)
+        remove(path)
         shutil.copytree(entry.path, draft, copy_function=_link)
         draft.rename(path)
 
@@ -109,7 +108,7 @@ class BestOf:
         self.kept = kept[:most]
         if self._writes:
             for path in every - {each.path for each in self.kept}:
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def write(self) -> None:
         """Write down what is known, if the disk takes it: what it refuses is lost with this process at most."""
@@ -117,8 +116,7 @@ class BestOf:
             kept = [asdict(each) | {"path": str(each.path.relative_to(self._folder))} for each in self.kept]
             facts = {"value": self._value, "step": self._step, "since": sorted(self._since), "kept": kept}
             with contextlib.suppress(OSError):
-                make_folder(self._folder.parent)
-                make_folder(self._folder)
+                make_folder(self._folder.parent.parent, "best", self._folder.name)
                 replace_file(self._folder / _FILE, json.dumps(facts).encode())
 
 

@@ -67,7 +67,7 @@ class Hosts:
         self._silent: set[int] = set()
         self._joined: set[int] = set()  # who was seen to make the newest attempt
         try:
-            make_folder(self._folder)
+            make_folder(run, HOSTS_FOLDER)
             self._write()
         except OSError as error:
             raise RunDirectoryError(

@@ -54,7 +54,7 @@ class RunFolder:
         self._file = self.path / SUPERVISED_FILE
         try:
             make_run_directory(self.path)
-            make_folder(self.supervisor)
+            make_folder(self.path, SUPERVISOR_FOLDER)
             self._check_format()
             self._lock = FileLock(self.supervisor / "lock")
             self._lock.acquire()

@@ -114,9 +114,7 @@ class Observer:
             pid=os.getpid(), ticks=ticks, ppid=os.getppid(), attempt=self._attempt, started=time.time(),
             argv=without_secrets([printable(word) for word in sys.orig_argv]),
         )  # fmt: skip
-        folder = self._run / PROCESSES_FOLDER / self._info.folder
-        make_folder(folder.parent)
-        make_folder(folder)
+        folder = make_folder(self._run, PROCESSES_FOLDER, self._info.folder)
         board = ProgressBoard(folder / BOARD_FILE)
         self._stacks.open(folder)
         self._folder = folder

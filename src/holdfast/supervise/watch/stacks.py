@@ -123,7 +123,7 @@ class Stacks:
             about = replace(subject.about, looks=(*subject.about.looks, look))
             name = f"{self._number:04d}-{about.pid}-{letter}.txt"
             with suppress(OSError):  # a full disk: the event still has the frame
-                make_folder(self._folder)
+                make_folder(self._folder.parent, self._folder.name)
                 with created(self._folder / name) as file:
                     file.write(describe(about).encode("utf-8", "replace"))
                 files.setdefault(about.pid, []).append(name)
