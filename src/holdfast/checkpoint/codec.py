@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,6 +25,7 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     **{kind.__name__: kind for kind in (tuple, set, frozenset)},
     "size": torch.Size,
 }
+_DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 _AS_THEY_ARE = {int, bool, str, type(None)}
 _PLAIN_VALUES = "let state_dict() return one of these, for instance a tensor or a dict of numbers."
 _PLAIN_ARRAYS = (
@@ -151,17 +152,23 @@ class Encoder:
 
 def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
     """Return the strides of a dense tensor that does not lie row by row; fused optimizers go by places in memory."""
-    strides = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-    sizes = [size for _, size in sorted(strides)]
-    dense = [stride for stride, _ in sorted(strides)] == [math.prod(sizes[:i]) for i in range(len(sizes))]
     rows = [math.prod(tensor.shape[i + 1 :]) for i in range(tensor.dim())]
-    return {"stride": list(tensor.stride())} if tensor.numel() and dense and list(tensor.stride()) != rows else {}
+    other = list(tensor.stride()) != rows and _is_dense(tensor.shape, tensor.stride())
+    return {"stride": list(tensor.stride())} if tensor.numel() and other else {}
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    strides = sorted((each, size) for each, size in zip(stride, shape, strict=True) if size > 1)
+    sizes = [size for _, size in strides]
+    return [each for each, _ in strides] == [math.prod(sizes[:i]) for i in range(len(sizes))]
 
 
 def _stored(value: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     tensor = tensors[value["name"]]
     stride = tuple(value.get("stride", tensor.stride()))
     if stride != tensor.stride():
+        if not (all(type(each) is int and each >= 0 for each in stride) and _is_dense(tensor.shape, stride)):
+            raise ValueError(f"a tensor has strides {stride!s:.80}")
         laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = tensors[value["name"]] = laid_out.copy_(tensor)  # in its place: one at a time is in memory twice
     return tensor
@@ -212,7 +219,7 @@ _LEAVES: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
     "float": lambda value, _: float(value["text"]),
     "bytes": lambda value, _: bytes.fromhex(value["hex"]),
     "complex": lambda value, _: complex(value["text"]),
-    "dtype": lambda value, _: getattr(torch, value["text"]),
+    "dtype": lambda value, _: _DTYPES[value["text"]],
     "device": lambda value, _: torch.device(value["text"]),
     "path": lambda value, _: Path(value["text"]),
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from holdfast.checkpoint.seal import is_unfinished, unreadable, verify, was_whole
 from holdfast.core.errors import CheckpointError
+from holdfast.core.files import remove
 
 DAMAGED = "damaged-"
 
@@ -70,8 +70,7 @@ def paths_in(folder: Path) -> list[Path]:
 def move_aside(checkpoint: Path) -> Path:
     """Rename a checkpoint so that nobody resumes from it, and return its new path."""
     target = checkpoint.with_name(DAMAGED + checkpoint.name)
-    if target.exists():
-        shutil.rmtree(target)
+    remove(target)
     return checkpoint.rename(target)
 
 

@@ -39,9 +39,11 @@ from holdfast.checkpoint.seal import (
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.durable import fsync_path, write_file
 from holdfast.core.errors import CheckpointError
+from holdfast.core.files import SHARED, created, opened, read_file
 
 STATE_FILE = "state.json"
 _SUFFIX = ".safetensors"
+_MOST_STATE_BYTES = 1 << 30
 # Headers, the manifest and file system blocks; the manifest takes about 250 bytes for each tensor.
 _SPARE_BYTES = 2**20
 # Written and digested at once: long enough that the interpreter's lock is seldom asked for, short enough for caches.
@@ -228,7 +230,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     text += b" " * (-len(text) % 8)
     prefix = struct.pack("<Q", len(text)) + text
     extents = {HEADER: Extent(begin=0, end=len(prefix), sha256=hashlib.sha256(prefix).hexdigest())}
-    with path.open("wb") as file:
+    with created(path, SHARED) as file:
         file.write(prefix)
         for name in names:
             digest, begin = hashlib.sha256(), file.tell()
@@ -273,7 +275,7 @@ def read_components(
     """
     found = {}
     try:
-        state = json.loads((entry.path / STATE_FILE).read_bytes())
+        state: dict[str, Any] = json.loads(read_file(entry.path / STATE_FILE, _MOST_STATE_BYTES))
         for name in names:
             if name in state:
                 # In the order of the writers, so that rows are in theirs.
@@ -283,6 +285,11 @@ def read_components(
                 found[name] = decode(state[name], _read_tensors(existing, (into or {}).get(name, {}), share))
     except OSError as error:
         raise unreadable(entry.path, error) from error
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
+        if str(error).startswith(("[enforce fail", "CUDA out of memory")):  # there is no memory for it here
+            raise
+        what = f"it holds what holdfast does not write ({type(error).__name__}: {str(error)[:200]})"
+        raise damaged(entry.path, what) from error
     return found
 
 
@@ -319,7 +326,7 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
 
 def read_state(entry: Entry) -> dict[str, Any]:
     """Return the JSON part of a checkpoint by component, as `encode` made it."""
-    state: dict[str, Any] = json.loads((entry.path / STATE_FILE).read_bytes())
+    state: dict[str, Any] = json.loads(read_file(entry.path / STATE_FILE, _MOST_STATE_BYTES))
     return state
 
 
@@ -370,7 +377,7 @@ def _read_tensors(
     with contextlib.ExitStack() as files:
         pieces: dict[str, list[_Rows]] = {}
         for path in paths:
-            file = files.enter_context(path.open("rb"))
+            file = files.enter_context(opened(path))
             for name, begin, end, dtype, shape in itertools.islice(tensors_in(path), 1, None):  # after the header
                 pieces.setdefault(name, []).append(_Rows(file, begin, end - begin, _TYPES[dtype], torch.Size(shape)))
         return {name: _read_tensor(name, found, into.get(name), share_of) for name, found in pieces.items()}

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO
 
 from holdfast.core.durable import fsync_path, replace_file
 from holdfast.core.errors import CheckpointError, RunDirectoryError
+from holdfast.core.files import SHARED, opened, read_file
 from holdfast.core.version import __version__
 
 FILE_NAME = "manifest.json"
@@ -32,6 +34,9 @@ _CHUNK_BYTES = 4 * 2**20
 _MOST_HEADER_BYTES = 100 * 10**6  # the safetensors format allows no more
 # What says nothing about the bytes: too little of the machine, missing rights, a network disk that is away. Not so an
 # input/output error, which a disk reports for what it has lost.
+_LATEST = 2**35  # in Unix seconds: the year 3058
+_ODD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error)
+"""What JSON that somebody else has made raises where it is read."""
 _PASSING = {
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EACCES, errno.EPERM,
     errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
@@ -92,7 +97,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     H311 if it is missing or damaged, H303 if a newer holdfast wrote it, H307 if the system does not let it be read.
     """
     try:
-        data = manifest_of(checkpoint).read_bytes()
+        data = read_file(manifest_of(checkpoint))
     except FileNotFoundError as error:
         raise damaged(checkpoint, f"{FILE_NAME} is missing, so the save was not finished") from error
     except OSError as error:
@@ -100,19 +105,39 @@ def read_manifest(checkpoint: Path) -> Manifest:
     body, _, rest = data.partition(b"\n")
     if rest != hashlib.sha256(body).hexdigest().encode() + b"\n":
         raise damaged(checkpoint, f"{FILE_NAME} does not match its own digest")
-    tree: dict[str, Any] = json.loads(body)
-    if tree["format"] > FORMAT:
-        raise RunDirectoryError(
-            f"{checkpoint} was written by holdfast {tree.get('written_by')} in format {tree['format']}",
-            limit=f"this holdfast reads formats up to {FORMAT}",
-            fix="upgrade holdfast, or start in a new run directory.",
-            rule="H303",
-        )
+    try:
+        tree: dict[str, Any] = json.loads(body)
+        if type(tree["format"]) is int and tree["format"] > FORMAT:
+            raise RunDirectoryError(
+                f"{checkpoint} was written by holdfast {tree.get('written_by')!s:.40} in format {tree['format']}",
+                limit=f"this holdfast reads formats up to {FORMAT}",
+                fix="upgrade holdfast, or start in a new run directory.",
+                rule="H303",
+            )
+        return _checked(tree)
+    except _ODD as error:
+        raise damaged(checkpoint, f"{FILE_NAME} is not as holdfast writes it ({str(error)[:200]})") from error
+
+
+def _checked(tree: dict[str, Any]) -> Manifest:
+    """Return the manifest that JSON stands for; one of `_ODD` if it is none: a digest proves no origin."""
     files = {
         name: {key: Extent(**{**extent, "shape": tuple(extent["shape"])}) for key, extent in extents.items()}
         for name, extents in tree["files"].items()
     }
-    return Manifest(**{**tree, "files": files})
+    found = Manifest(**{**tree, "files": files})
+    numbers = [found.format, found.save_id, found.global_step]
+    for name, extents in files.items():
+        parts = sorted(extents.values(), key=lambda each: (each.begin, each.end))
+        covered = [each.begin for each in parts] == [0, *(each.end for each in parts)][:-1]
+        texts = all(isinstance(text, str) for each in parts for text in (each.sha256, each.dtype))
+        if {"", ".."} & set(name.split("/")) or "\0" in name or not covered or not texts:
+            raise ValueError(f"what it says of {name[:80]!r}")
+        numbers += [number for each in parts for number in (each.begin, each.end - each.begin, *each.shape)]
+    sound = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+    if not (sound and isinstance(found.written_by, str) and 0 <= found.unix_seconds < _LATEST):
+        raise ValueError("a number or its time")
+    return found
 
 
 def verify(checkpoint: Path) -> Manifest:
@@ -123,7 +148,21 @@ def verify(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     for name, extents in manifest.files.items():
         verify_file(checkpoint, name, extents)
+        if HEADER in extents and not _is_header(_file(checkpoint, name), extents):
+            raise damaged(checkpoint, f"the header of {name} is not what {FILE_NAME} says")
     return manifest
+
+
+def _is_header(path: Path, extents: dict[str, Extent]) -> bool:
+    """Return whether a safetensors file says of its parts what the manifest says, and that can be their sizes."""
+    try:
+        found = {name: Extent(begin=begin, end=end, sha256=extents[name].sha256, dtype=dtype, shape=shape)
+                 for name, begin, end, dtype, shape in tensors_in(path)}  # fmt: skip
+        tensors = [each for name, each in found.items() if name != HEADER]
+        sizes = [(8 * (each.end - each.begin), math.prod(each.shape) * _bits(each.dtype)) for each in tensors]
+    except _ODD:
+        return False
+    return found == extents and all(size == due for size, due in sizes)
 
 
 def verify_file(checkpoint: Path, name: str, extents: dict[str, Extent]) -> None:
@@ -133,11 +172,11 @@ def verify_file(checkpoint: Path, name: str, extents: dict[str, Extent]) -> None
     """
     expected = max((extent.end for extent in extents.values()), default=0)
     try:
-        path = checkpoint if checkpoint.is_file() else checkpoint / name
+        path = _file(checkpoint, name)
         size = path.stat().st_size
         if size != expected:
             raise damaged(checkpoint, f"{path.name} has {size} bytes and the manifest says {expected}")
-        with path.open("rb") as file:
+        with opened(path) as file:
             for key, extent in sorted(extents.items(), key=lambda item: item[1].begin):
                 found = _digest(file, extent.begin, extent.end)
                 if found != extent.sha256:
@@ -148,6 +187,21 @@ def verify_file(checkpoint: Path, name: str, extents: dict[str, Extent]) -> None
                     )
     except OSError as error:
         raise unreadable(checkpoint, error, name) from error
+
+
+def _file(checkpoint: Path, name: str) -> Path:
+    """Return where a file of a checkpoint lies; H311 if a link leads out of it."""
+    if checkpoint.is_file():
+        return checkpoint.resolve()
+    whole, path = checkpoint.resolve(), checkpoint / name
+    if path.parent.resolve() != whole / Path(name).parent:
+        raise damaged(checkpoint, f"{name} lies elsewhere, behind a link")
+    return path
+
+
+def _bits(dtype: str) -> int:
+    """Return the bits of an element, which the names of the format say: F8_E4M3 has 8; a BOOL has 8 too."""
+    return 8 if dtype == "BOOL" else int(dtype.partition("_")[0].lstrip("BFIUC"))
 
 
 def is_sealed(checkpoint: Path) -> bool:
@@ -232,7 +286,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
         fsync_path(path)
         files[path.relative_to(checkpoint).as_posix()] = _extents_of(path)
     sealed = Manifest(save_id=global_step, global_step=global_step, unix_seconds=unix_seconds, files=files)
-    replace_file(manifest, sealed.to_bytes())  # half of one would look like a damaged checkpoint
+    replace_file(manifest, sealed.to_bytes(), SHARED)  # half of one would look like a damaged checkpoint
     for folder in {path.parent for path in paths} | {manifest.parent, checkpoint.parent}:
         fsync_path(folder)
     if checkpoint.is_dir():
@@ -243,9 +297,9 @@ def _extents_of(path: Path) -> dict[str, Extent]:
     """Return the extents of a file: of safetensors one for each tensor, else one for all of it."""
     parts: list[tuple[str, int, int, str, tuple[int, ...]]] = [("file", 0, path.stat().st_size, "", ())]
     if path.suffix == ".safetensors":
-        with contextlib.suppress(ValueError, KeyError, struct.error):  # it is not what its name says
+        with contextlib.suppress(*_ODD):  # it is not what its name says
             parts = list(tensors_in(path))
-    with path.open("rb") as file:
+    with opened(path) as file:
         return {
             name: Extent(begin=begin, end=end, sha256=_digest(file, begin, end), dtype=dtype, shape=shape)
             for name, begin, end, dtype, shape in parts
@@ -254,7 +308,7 @@ def _extents_of(path: Path) -> dict[str, Extent]:
 
 def tensors_in(path: Path) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
     """Yield name, begin, end, type and shape of each part of a safetensors file."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         length = struct.unpack("<Q", file.read(8))[0]
         header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
     start = 8 + length
@@ -262,6 +316,8 @@ def tensors_in(path: Path) -> Iterator[tuple[str, int, int, str, tuple[int, ...]
     for name, about in header.items():
         if name != "__metadata__":
             begin, end = about["data_offsets"]
+            if not (type(begin) is type(end) is int and 0 <= begin <= end):
+                raise ValueError(f"{name!r:.80} has no place in {path.name}")
             yield name, start + begin, start + end, about["dtype"], tuple(about["shape"])
 
 

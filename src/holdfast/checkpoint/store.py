@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from holdfast.checkpoint.newest import DAMAGED, move_aside, newest_good, nothing
 from holdfast.checkpoint.seal import FILE_NAME, Manifest, verify
 from holdfast.core.durable import free_bytes, rename_directory, write_file
 from holdfast.core.errors import CheckpointError
+from holdfast.core.files import remove
 
 _NAME = re.compile(r"(\d{6,})-step(\d{8,})")
 _TEMPORARY = ".tmp-"
@@ -101,8 +101,7 @@ class Store:
             raise OSError(f"No space left on device: the checkpoint needs {needed_bytes} bytes and {free} are free")
         save_id = self.next_save_id()
         draft = self.directory / f"{_TEMPORARY}{save_id:06d}-step{global_step:08d}"
-        if draft.exists():
-            shutil.rmtree(draft)
+        remove(draft)
         draft.mkdir(parents=True)
         return draft, save_id
 
@@ -120,7 +119,7 @@ class Store:
         """Remove what killed saves left behind. Only for the holder of the run directory's lock."""
         for path in paths_in(self.directory):
             if path.name.startswith(_TEMPORARY):
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:
         """Delete all but the newest `keep` checkpoints, never the last good one, and return what was deleted.
@@ -142,7 +141,7 @@ class Store:
         for entry in surplus:
             doomed = entry.path.with_name(f"{_TEMPORARY}doomed-{entry.path.name}")
             entry.path.rename(doomed)  # first the name: a half-deleted folder must not look complete
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove(doomed)
         return [entry.path for entry in surplus]
 
 

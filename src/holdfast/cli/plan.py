@@ -16,6 +16,7 @@ from rich.text import Text
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json, working
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import OutOfMemoryError, PolicyError
+from holdfast.core.files import SHARED
 from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device
 from holdfast.forecast.plan.forecasting import DevicePlan, Forecast, Order, Verification, has_bf16, make_forecast
 from holdfast.forecast.plan.planning import Row, with_relative_times
@@ -90,7 +91,7 @@ def run(
             forecast = make_forecast(order, lambda text: say(f"holdfast plan: {text}"))
         written = None if forecast.plans[0].best is None else out
         if written is not None:
-            replace_file(written, as_yaml(forecast).encode())
+            replace_file(written, as_yaml(forecast).encode(), SHARED)
     if json:
         print_json(as_json(forecast))
     else:

@@ -7,7 +7,10 @@ cut or a kill leaves a truncated file under the final name (measured: 10 of 12 k
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
+
+from holdfast.core.files import PRIVATE, SHARED, created
 
 
 def fsync_path(path: Path) -> None:
@@ -23,22 +26,23 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, mode: int = SHARED) -> None:
     """Write a new file and flush it. Not atomic: use it inside a directory that is renamed later."""
-    with path.open("wb") as file:
+    with created(path, mode) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Replace a file atomically and durably; where that fails (OSError) the old file is untouched."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        write_file(temporary, data)
+        write_file(temporary, data, mode)
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder lies there
+            temporary.unlink()
         raise
     fsync_path(path.parent)
 

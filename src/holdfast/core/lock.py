@@ -13,6 +13,8 @@ import socket
 import struct
 from pathlib import Path
 
+from holdfast.core.files import open_file
+
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process
 _held: set[str] = set()
 """Files that this process has locked. A POSIX lock cannot tell two of its threads apart."""
@@ -33,7 +35,7 @@ class FileLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path.resolve()
+        self._path = path.parent.resolve() / path.name
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
@@ -41,7 +43,7 @@ class FileLock:
         if str(self._path) in _held:
             raise LockHeldError(f"process {os.getpid()}")
         while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = open_file(self._path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError) as error:
@@ -52,7 +54,7 @@ class FileLock:
                 os.close(descriptor)
                 raise
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                if os.path.samestat(os.fstat(descriptor), self._path.lstat()):
                     break
             os.close(descriptor)  # whoever had it has just removed the file
         _held.add(str(self._path))
@@ -91,10 +93,10 @@ class FileLock:
 
 def find_holder(path: Path) -> str | None:
     """Return who holds the lock of a file, or None. Takes no lock itself, so nobody else is turned away."""
-    if str(path.resolve()) in _held:  # not asked of the file: closing it would release our own lock
+    if str(path.parent.resolve() / path.name) in _held:  # closing the file would release our own lock
         return f"process {os.getpid()}"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_file(path)
     except OSError:
         return None
     try:

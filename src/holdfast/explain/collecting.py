@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events.event import Event
+from holdfast.core.files import opened
 from holdfast.explain.evidence import Ending, Facts, Lost, Statement
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
@@ -35,6 +36,7 @@ NO_STATUS = "no exit status: only a log (`--status 0`, or the one that it ended 
 _CHUNK = 1 << 20
 _PACKED = (b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\xfd7zX", b"BZh")  # gzip, zstd, zip, xz, bzip2
 _MOST_LAST = 300
+_MOST_OUTPUT_BYTES = 4 << 30  # sixteen times what `holdfast run` keeps; a hole can be of any size
 
 
 def collect_log(path: Path, *, status: int | None = None) -> Facts:
@@ -279,7 +281,7 @@ class _Attempt:
 
     def _log(self) -> LogText | None:
         try:
-            with (self._recordings.run / OUTPUT_FILE).open("rb") as stream:
+            with opened(self._recordings.run / OUTPUT_FILE, _MOST_OUTPUT_BYTES) as stream:
                 start, end, number = _section(stream, self._number)
                 stream.seek(start)
                 return read_log(_Part(stream, end - start), name=OUTPUT_FILE, first_number=number)

@@ -18,6 +18,7 @@ from typing import Any
 
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
+from holdfast.core.files import make_folder, make_run_directory, read_file
 from holdfast.core.lock import FileLock, LockHeldError
 from holdfast.recorder.reader import read_events
 
@@ -37,7 +38,8 @@ class RunDirectory:
         self.path = Path(path).expanduser().absolute()
         self._rank = rank
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_run_directory(self.path)
+            make_folder(self.path, "recorder")
             self._says = self._read()
             if rank == 0:
                 self._write()
@@ -58,7 +60,7 @@ class RunDirectory:
     def _read(self) -> dict[str, Any]:
         """Return what ``run.json`` says; where it is damaged, the recording says where the run has saved."""
         try:
-            found = json.loads((self.path / _RUN_FILE).read_bytes())
+            found = json.loads(read_file(self.path / _RUN_FILE))
             version = found["format"]
         except FileNotFoundError:
             return {"format": FORMAT, "run": uuid.uuid4().hex, "saved_in": None}
@@ -166,7 +168,7 @@ class RunDirectory:
 def check_found(run_dir: Path, *, anew: str) -> None:
     """Raise H312 if a run of a framework, which looked for its newest checkpoint and found none, has made one."""
     try:
-        saved_in = json.loads((run_dir / _RUN_FILE).read_bytes())["saved_in"]
+        saved_in = json.loads(read_file(run_dir / _RUN_FILE))["saved_in"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     if saved_in is not None:

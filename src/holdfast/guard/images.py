@@ -19,6 +19,7 @@ import numpy.typing as npt
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
+from holdfast.core.files import make_folder
 from holdfast.guard.record import RunRecord
 
 IMAGES_FOLDER = "images"
@@ -52,12 +53,11 @@ def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
     folder = run / IMAGES_FOLDER / tag
     path = folder / f"{record.global_step}.png"
     try:
-        if not folder.is_dir():
-            folder.parent.mkdir(exist_ok=True)
-            if sum(1 for _ in folder.parent.iterdir()) >= MOST_TAGS:
-                record.emit(run_events.ImageLeftOut(tag=tag, reason=f"{MOST_TAGS} tags have images already"))
-                return
-            folder.mkdir(exist_ok=True)
+        make_folder(run, IMAGES_FOLDER)
+        if not folder.is_dir() and sum(1 for _ in folder.parent.iterdir()) >= MOST_TAGS:
+            record.emit(run_events.ImageLeftOut(tag=tag, reason=f"{MOST_TAGS} tags have images already"))
+            return
+        make_folder(run, IMAGES_FOLDER, tag)
         replace_file(path, png)
         _drop_oldest(folder)
     except OSError as error:

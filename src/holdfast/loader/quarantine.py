@@ -17,6 +17,7 @@ from typing import Any
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import LoaderError
 from holdfast.core.events.run_events import SampleQuarantined
+from holdfast.core.files import read_file
 
 FILE_NAME = "quarantine.json"
 _FORMAT = 1
@@ -188,7 +189,7 @@ def _from_json(found: dict[str, Any]) -> Any:
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
     """Return the ledger of a run by index, empty if there is none; H617 for a file that is no ledger."""
     try:
-        body = json.loads(path.read_bytes(), object_hook=_from_json)
+        body = json.loads(read_file(path, 1 << 30), object_hook=_from_json)
         if body["format"] != _FORMAT:
             raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")  # noqa: TRY301
         return {each.index: each for each in map(_checked, body["samples"])}

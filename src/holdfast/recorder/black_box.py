@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.events.event import Event
+from holdfast.core.files import make_folder
 from holdfast.recorder.ring import RingWriter
 from holdfast.recorder.run_files import Optimizers
 
@@ -78,7 +79,7 @@ class BlackBox:
     """
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory.parent, directory.name)
         self._steps = RingWriter(directory / STEPS_FILE, payload_bytes=STEP.size, capacity=32_768, has_history=True)
         self._events = EventRing(directory, capacity=2_048)
         self.optimizers = Optimizers(directory)

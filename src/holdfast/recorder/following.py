@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from holdfast.core.events.event import Event
+from holdfast.core.files import open_file
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import StepSample, sample_of
 from holdfast.recorder.reader import EventParts, mark_of
@@ -34,7 +35,7 @@ class RingFollower:
     def records(self) -> list[Record]:
         """Return the whole records since the last call, oldest first; H305 as `read_ring`."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = open_file(self._path)
         except OSError:
             return []
         try:

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.core.files import read_file, swap_in
+
 Rows = NDArray[np.void]
 Numbers = NDArray[Any]
 SUFFIX = ".history"
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of a row, `History.newest` and `History.missing`
 _MAGIC, _VERSION = b"HOLDHIST", 1
 _FINEST, _MOST_ROWS, _MOST_RECORDS = 64, 3072, 2**62
+_MOST_BYTES = 4 << 20
 NAMES = ("loss", "grad_norm", "learning_rate", "seconds", "wait_seconds", "host_bytes", "device_allocated_bytes",
          "device_reserved_bytes", "device_peak_bytes")  # fmt: skip
 """The numbers of a row: those of a sample. A guard's mark has the first two, and the seconds."""
@@ -85,11 +88,8 @@ def extend(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
         rows, newest, missing = rows[:0], 0, 0
     fresh, count = rows_of(slots, slot_bytes, np.arange(first, last + 1, dtype=np.uint64), newest, _FINEST)
     rows = at_most(np.concatenate([rows, fresh]), _MOST_ROWS)
-    path = path.with_name(path.name + SUFFIX)
-    temporary = path.with_name(f".{path.name}")
     header = _HEADER.pack(_MAGIC, _VERSION, _ROW.itemsize, last, missing + last - newest - count)
-    temporary.write_bytes(header + rows.tobytes())
-    temporary.replace(path)
+    swap_in(path.with_name(path.name + SUFFIX), header + rows.tobytes())
 
 
 def rows_of(
@@ -138,7 +138,7 @@ def _grouped(slots: Rows, due: Numbers, valid: Numbers, records: int, optimizer:
 def read_history(path: Path) -> History:
     """Return the history beside a ring, whose path this is; an empty one if it is missing or damaged."""
     try:
-        data = path.with_name(path.name + SUFFIX).read_bytes()
+        data = read_file(path.with_name(path.name + SUFFIX), _MOST_BYTES)
         magic, version, row_bytes, newest, missing = _HEADER.unpack_from(data)
     except (OSError, struct.error):
         return History(np.zeros(0, _ROW))

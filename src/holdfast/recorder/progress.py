@@ -18,6 +18,7 @@ from pathlib import Path
 from time import monotonic_ns as _now, time_ns  # isort: skip
 from typing import NamedTuple
 
+from holdfast.core.files import created, opened_to_write, read_file
 from holdfast.recorder.ring import HEADER_BYTES, VERSION, Record, RingWriter, newer, read_ring, value_or_none
 from holdfast.recorder.run_files import Optimizers
 
@@ -119,7 +120,7 @@ class ProgressBoard:
 def _map_new(path: Path | None) -> mmap.mmap:
     if path is None:
         return mmap.mmap(-1, BOARD_BYTES)
-    with path.open("wb+") as file:
+    with created(path) as file:
         os.posix_fallocate(file.fileno(), 0, BOARD_BYTES)
         return mmap.mmap(file.fileno(), BOARD_BYTES)
 
@@ -127,7 +128,7 @@ def _map_new(path: Path | None) -> mmap.mmap:
 def read_board(path: Path) -> Standing | None:
     """Return what a board shows; None if it is missing, torn, cut or no board. H305 if a newer holdfast wrote it."""
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except OSError:
         return None
     if len(data) < BOARD_BYTES:
@@ -148,7 +149,7 @@ def read_board(path: Path) -> Standing | None:
 
 def request_trace(path: Path, number: int) -> None:
     """Ask the process of a board to trace, at its next steps, what its memory is held by."""
-    with path.open("rb+") as file:
+    with opened_to_write(path, "rb+") as file:
         file.seek(_REQUEST_AT)
         file.write(_REQUEST.pack(number))
 

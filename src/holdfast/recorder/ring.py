@@ -14,6 +14,7 @@ Does not: interpret payloads (``black_box`` does), lock (one writer per file, gu
 from __future__ import annotations
 
 import bisect
+import errno
 import math
 import mmap
 import os
@@ -24,11 +25,14 @@ from time import time_ns
 from typing import NamedTuple
 
 from holdfast.core.errors import RunDirectoryError
+from holdfast.core.files import open_file, read_file
 
 MAGIC = b"HOLDRING"
 VERSION = 1
 HEADER = struct.Struct("<8sIII")
 HEADER_BYTES = 4096
+_MOST_BYTES = 8 << 20  # twice the largest that is written
+_NO_FILE = {errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG}
 _MOST_RECORDS = 2**62  # more than any process writes; what fills a damaged file is beyond it
 _LEAST_BELONGING = 50  # at least one in so many of the records that a number implies is there, in a damaged file too
 _MOST_TORN = 2  # slots that a kill leaves torn, with one to spare
@@ -78,7 +82,7 @@ class RingWriter:
         self._sequence, why = _standing(path, header, size, self._slot)
         self.moved_aside = f"{why}; it is kept as {_move_aside(path).name}" if why else ""
         """Why what lay there was not continued, and where it is now; empty if nothing did, or it is continued."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             if os.fstat(descriptor).st_size == 0:
                 os.posix_fallocate(descriptor, 0, size)
@@ -120,19 +124,27 @@ class RingWriter:
 
 def _standing(path: Path, header: bytes, size: int, slot: struct.Struct) -> tuple[int, str]:
     """Return the number of the newest record, and why the file cannot be continued, or an empty text."""
-    if not path.exists():
-        return 0, ""
-    if not path.is_file():
-        return 0, "it is no file"
-    data = path.read_bytes()
-    if not data:
-        return 0, ""
+    data, why = _read(path)
+    if why or not data:
+        return 0, why
     if len(data) != size or not data.startswith(header):
         return 0, "it has another layout, or its header is damaged"
     records, damaged = _records(data, slot)
     if damaged > _MOST_TORN:
         return 0, f"{damaged} of its records are damaged"
     return records[-1].sequence if records else 0, ""
+
+
+def _read(path: Path) -> tuple[bytes, str]:
+    """Return what a ring holds, nothing if there is none, and why what lies there is none, or an empty text."""
+    try:
+        return read_file(path, _MOST_BYTES), ""
+    except FileNotFoundError:
+        return b"", ""
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        return b"", str(error.strerror)
 
 
 def _move_aside(path: Path) -> Path:
@@ -177,9 +189,9 @@ def read_ring(path: Path) -> list[Record]:
 
     H305 if the file is no ring or was written by a newer holdfast.
     """
-    if not path.exists():
-        return []
-    data = path.read_bytes() if path.is_file() else bytes(HEADER_BYTES)  # a pipe would keep us waiting
+    data, why = _read(path)
+    if why:
+        raise newer(path, f"no recording ({why})")
     if len(data) < HEADER_BYTES:
         return []
     magic, version, payload_bytes, _ = HEADER.unpack_from(data)

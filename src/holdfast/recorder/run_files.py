@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from holdfast.core.files import make_folder, read_file, swap_in
+
 SUPERVISED_FILE = "supervised.json"
 OUTPUT_FILE = "output.log"
 VERDICT_FILE = "verdict.json"
@@ -67,11 +69,8 @@ def write_process(run: Path, info: ProcessInfo) -> Path:
     Whole or not at all, but not flushed to the disk: it must survive the process, not the machine, and a process of
     the user must not wait for a disk when it starts.
     """
-    folder = run / PROCESSES_FOLDER / info.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{PROCESS_FILE}"
-    temporary.write_bytes(json.dumps(info._asdict()).encode())
-    temporary.replace(folder / PROCESS_FILE)
+    folder = make_folder(run, PROCESSES_FOLDER, info.folder)
+    swap_in(folder / PROCESS_FILE, json.dumps(info._asdict()).encode())
     return folder
 
 
@@ -88,7 +87,7 @@ def read_processes(run: Path) -> list[tuple[Path, ProcessInfo]]:
 def read_process_file(path: Path) -> ProcessInfo | None:
     """Return what a process says of itself, None if the file is missing or damaged."""
     try:
-        values: dict[str, Any] = json.loads(path.read_bytes())
+        values: dict[str, Any] = json.loads(read_file(path))
         info = ProcessInfo(**{name: values[name] for name in ProcessInfo._fields if name in values})
         return info if _is_sound(info) else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -133,16 +132,14 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}")
     with suppress(OSError):
-        temporary.write_bytes(json.dumps(value).encode())
-        temporary.replace(path)
+        swap_in(path, json.dumps(value).encode())
 
 
 def read_optimizers(folder: Path) -> list[str]:
     """Return the names of the optimizers whose steps a folder's ring holds; none of many made in turn."""
     try:
-        found = json.loads((folder / OPTIMIZERS_FILE).read_bytes())
+        found = json.loads(read_file(folder / OPTIMIZERS_FILE))
     except (OSError, ValueError, RecursionError):
         return []
     return list(map(str, found)) if isinstance(found, list) and len(found) <= _MOST_PLAYERS else []
@@ -151,9 +148,7 @@ def read_optimizers(folder: Path) -> list[str]:
 def read_host(path: Path) -> dict[str, Any] | None:
     """Return what the supervisor of one of several hosts says, None if the file is missing or damaged."""
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_HOST_BYTES:  # a FIFO would never be read to its end
-            return None
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_file(path, _MOST_HOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("state", "beat")):

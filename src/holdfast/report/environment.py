@@ -19,7 +19,7 @@ Environment = Mapping[str, Mapping[str, str]]
 
 def environment(run: RunSnapshot) -> Environment:
     """Return groups of rows; a group without a row is left out."""
-    known = {name: value for name, value in run.supervised.items() if name != "format"}
+    known = {name: value for name, value in run.supervised.items() if name not in ("format", "argv")}
     for name, shown in (("started", lambda at: f"{moment(at)} UTC"), ("memory_bytes", size)):
         if isinstance(known.get(name), (int, float)):
             known[name] = shown(known[name])
@@ -27,7 +27,7 @@ def environment(run: RunSnapshot) -> Environment:
     machine = {name: known.pop(name) for name in _MACHINE if name in known}
     policy = {name.removeprefix("policy."): v for name, v in run.settings.items() if name.startswith("policy.")}
     groups: dict[str, object] = {
-        "command": {"command": known.pop("argv", ""), "run directory": str(run.path), **known},
+        "command": {"command": run.command, "run directory": str(run.path), **known},
         "machine": machine, "versions": versions, "code (git)": git, "policy, where it is not the usual": policy,
         "hyperparameters": {name: v for name, v in run.settings.items() if not name.startswith("policy.")},
     }  # fmt: skip

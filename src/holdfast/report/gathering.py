@@ -18,6 +18,7 @@ import numpy as np
 from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Store
 from holdfast.core.errors import CheckpointError, HoldfastError
+from holdfast.core.files import opened
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.history import NAMES, read_history
@@ -247,7 +248,7 @@ def _stacks(run: Path, processes: list[ProcessSnapshot]) -> Iterator[tuple[str, 
 def _tail(path: Path, most: int = _OUTPUT_BYTES) -> str:
     """Return the end of a file, sanitised; a missing file is empty."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - most))
             data = file.read(most)

@@ -5,13 +5,12 @@ Nothing but a regular file that is a whole PNG is taken, whatever lies there; wh
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from holdfast.core.files import opened
 from holdfast.core.text import sanitise
 from holdfast.guard.images import IMAGES_FOLDER, MOST_FILE_BYTES, MOST_TAGS, png_size
 
@@ -86,8 +85,5 @@ def _spread(files: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
 
 def _read(path: Path) -> bytes:
     """Return a regular file, without following a link or waiting for a pipe."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no regular file")
+    with opened(path) as file:
         return file.read(MOST_FILE_BYTES + 1)

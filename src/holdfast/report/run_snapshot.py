@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.run_files import ProcessInfo
@@ -132,7 +133,7 @@ class RunSnapshot:
     def command(self) -> str:
         """Return what was started, or an empty text."""
         argv = self.supervised.get("argv")
-        return " ".join(map(str, argv)) if isinstance(argv, list) else ""
+        return " ".join(without_secrets(list(map(str, argv)))) if isinstance(argv, list) else ""
 
     @property
     def began(self) -> float | None:

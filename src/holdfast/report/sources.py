@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.core.events.event import Event
+from holdfast.core.files import read_file
 from holdfast.explain.runs.recordings import no_recording, unreadable
 from holdfast.recorder.run_files import (
     PROCESSES_FOLDER,
@@ -149,9 +150,7 @@ def ran_here(supervised: Mapping[str, Any]) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if it is missing, huge, damaged or something else."""
     try:
-        if path.stat().st_size > _MOST_JSON_BYTES:
-            return {}
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_file(path, _MOST_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

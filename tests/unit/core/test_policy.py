@@ -267,3 +267,25 @@ def test_a_bad_option_is_an_error_of_the_policy(arguments: tuple[str, ...], rule
         _from_command_line(*arguments)
     assert caught.value.rule == rule
     assert shown in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x]\nb: &b [*a, *a]\n", "max_grad_norm: " + "[" * 30_000, "- " * 30_000,
+        "max_grad_norm: 2001-99-99",
+        "max_grad_norm: " + "9" * 5000, "max_grad_norm: !!bool x", "max_grad_norm: !!int ''", "? [a]\n: 1", "\0",
+        "max_grad_norm: !!python/object/apply:os.system ['true']", "max_grad_norm: 1\n" * 5000,
+    ],
+    ids=["alias", "deep", "deep by dashes", "date", "figures", "bool", "int", "key", "nul", "python", "long"],
+)  # fmt: skip
+def test_hostile_yaml_is_refused(tmp_path, monkeypatch, text):
+    """In a file H103, in a variable H102: never gigabytes of an alias, a bare error, or an object of its own."""
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    with pytest.raises(PolicyError, match="H103"):
+        Policy.from_yaml(path)
+    if "\0" not in text:
+        monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", text.removeprefix("max_grad_norm: "))
+        with pytest.raises(PolicyError, match="H102"):
+            Policy.of(None)

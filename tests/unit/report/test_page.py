@@ -15,6 +15,7 @@ from tests.unit.report.made_runs import VERDICT, add_process, happened, make_run
 
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.run_files import OUTPUT_FILE, VERDICT_FILE
+from holdfast.recorder.scalars import LONGEST_NAME, Scalars
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
 
@@ -73,10 +74,23 @@ def hostile_run(path):
     (run / VERDICT_FILE).write_text(json.dumps(verdict))
     events = [happened(text, number, 1, **{text: text}) for number, text in enumerate(HOSTILE)]
     write_events(run / "supervisor", *events)
-    add_process(run, [sample(1)], *events, pid=4_100_100, argv=list(HOSTILE), torch="<script>")
+    folder = add_process(run, [sample(1)], *events, pid=4_100_100, argv=list(HOSTILE), torch="<script>")
+    scalars = Scalars(lambda: folder, lambda _: None)
+    scalars.write([(text.encode("utf-8", "replace")[:LONGEST_NAME], 0.5) for text in HOSTILE] * 2, 1, 0)
+    scalars.close()
     (run / OUTPUT_FILE).write_bytes(everything.encode("utf-8", "surrogatepass") + b"\xff\xfe\x00" * 50)
     (run / "stacks" / "0002-<b>.txt").write_bytes(everything.encode("utf-8", "surrogatepass"))
     return run
+
+
+def test_texts_of_megabytes_are_cut(tmp_path):
+    """A command, a verdict, a line of output and the name of a host of 10 MB each make no page of 40 MB."""
+    long = "</script>" * 1_200_000
+    ordinary = len(render(gather(make_run(tmp_path / "ordinary", steps=3))))
+    run = make_run(tmp_path / "run", steps=3, argv=["python", long], hostname=long, verdict=False)
+    (run / VERDICT_FILE).write_text(json.dumps({**VERDICT, "summary": long, "where": long}))
+    (run / OUTPUT_FILE).write_text(long)
+    assert len(render(gather(run))) < ordinary + 2**20
 
 
 def test_the_page_tells_what_happened(tmp_path):

@@ -21,6 +21,7 @@ from holdfast.core.policy.presets import presets
 
 PREFIX = "HOLDFAST_"
 PRESET = "preset"  # a key beside the fields: the name of the values that lie below all others
+_MOST_BYTES, _DEEPEST, _LONGEST = 64 << 10, 8, 400
 _LISTS = ("allow_split_with", "frozen", "ignore_rules")
 _OPTION = "holdfast_"  # of the options' names in a namespace, which they share with the program's own
 
@@ -75,11 +76,10 @@ def from_environment(environment: Mapping[str, str], fields: Iterable[str]) -> d
 
 
 def _mapping(path: Path) -> dict[Any, Any]:
-    import yaml
-
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        with path.open("rb") as file:
+            loaded = _loaded(file.read(_MOST_BYTES + 1).decode())
+    except (OSError, ValueError) as error:
         raise PolicyError(
             f"policy file {path} cannot be read ({error})",
             limit="a readable YAML file is needed",
@@ -96,15 +96,33 @@ def _mapping(path: Path) -> dict[Any, Any]:
     return loaded or {}
 
 
+def _loaded(text: str) -> Any:
+    """Return what a YAML text says; ValueError if it says nothing clear, or more than a policy needs.
+
+    An alias within aliases makes gigabytes of a few lines, and what is nested deeply takes seconds.
+    """
+    import yaml  # here, so that a process without such variables never loads it
+
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    depth = 0
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+                raise ValueError(f"it has an alias, or is nested more than {_DEEPEST} deep")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError, OverflowError) as error:  # `!!int ""`, `!!bool x`
+        raise ValueError(str(error)[:_LONGEST]) from error
+
+
 def _parsed(source: str, key: str, text: str) -> Any:
     """Return the value that a text means, as YAML reads it; lists may do without brackets."""
     if key in _LISTS and not text.lstrip().startswith("["):  # no YAML: a pattern may begin with a star
         return _items(text)
-    import yaml  # here, so that a process without such variables never loads it
-
     try:
-        value = _plain(yaml.safe_load(text), key)
-    except yaml.YAMLError as error:
+        value = _plain(_loaded(text), key)
+    except ValueError as error:
         raise bad_value(source, text, "a YAML value such as 1.0, true, null or auto") from error
     return _items(text) if key == "recompute" and isinstance(value, str) else value
 

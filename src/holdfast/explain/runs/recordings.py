@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.core.errors import HoldfastError, RunDirectoryError, nearest
 from holdfast.core.events.event import Event
+from holdfast.core.files import read_file
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.reader import StepRecord, not_recorded_any_more, read_events, read_steps
@@ -144,7 +145,7 @@ def near_path(path: Path) -> Path | None:
 
 def _json_object(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

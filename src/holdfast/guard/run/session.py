@@ -17,6 +17,7 @@ import torch
 
 from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.health import nonfinite_tensors
+from holdfast.checkpoint.newest import move_aside
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
@@ -370,7 +371,14 @@ class Session:
         if entry is None:
             self._directory.check_not_lost()
             return None
-        training = self._restore(entry)
+        try:
+            training = self._restore(entry)
+        except CheckpointError as error:
+            if error.rule != "H311" or self.ranks.world_size > 1:
+                raise
+            move_aside(entry.path)  # every digest is right, but it holds what no holdfast has written
+            self.record.emit(run_events.CheckpointDamaged(checkpoint=entry.path.name, why=error.what))
+            return self.resume()
         self._directory.resumed_from(training["run"])
         self._go_to_position_of(training)
         restore(RandomState.from_tree(training["random_state"]))

@@ -21,9 +21,11 @@ from typing import Any, Literal
 from holdfast.checkpoint.store import Entry
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
+from holdfast.core.files import make_folder, read_file, remove
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FILE = "best.json"
+_KEPT = re.compile(r"checkpoints/[\w-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +55,22 @@ class BestOf:
                 rule="H105",
             )
         self._folder, self._sign, self._writes = run_dir / "best" / name, 1.0 if mode == "min" else -1.0, writes
-        found: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self._folder / _FILE).read_bytes())
-        self.kept = [Best(**each | {"path": self._folder / each["path"]}) for each in found.get("kept", [])]
+        self.kept: list[Best] = []
         """The best first."""
-        self._value, self._step = float(found.get("value", math.nan)), int(found.get("step", -1))
-        self._since = set(found.get("since", []))  # steps: what is made again after a restart counts once
+        self._value, self._step = math.nan, -1
+        self._since: set[int] = set()  # steps: what is made again after a restart counts once
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            self._take(json.loads(read_file(self._folder / _FILE)))
+
+    def _take(self, found: dict[str, Any]) -> None:
+        """Take what the file says, all or nothing. A folder that it names is removed one day, and must be ours."""
+        kept = [
+            Best(value=float(each["value"]), global_step=int(each["global_step"]), path=self._folder / each["path"])
+            for each in found["kept"]
+            if _KEPT.fullmatch(each["path"])
+        ]
+        value, step, since = float(found["value"]), int(found["step"]), set(map(int, found["since"]))
+        self.kept, self._value, self._step, self._since = kept, value, step, since
 
     @property
     def waited(self) -> int:
@@ -78,9 +89,10 @@ class BestOf:
     def link(self, entry: Entry) -> None:
         """Keep a checkpoint by links. OSError: the disk refuses."""
         path = self._path_of(entry)
+        make_folder(self._folder.parent.parent, "best", self._folder.name, path.parent.name)
         draft = path.with_name(f".tmp-{path.name}")
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(path, ignore_errors=True)
+        remove(draft)
+        remove(path)
         shutil.copytree(entry.path, draft, copy_function=_link)
         draft.rename(path)
 
@@ -96,7 +108,7 @@ class BestOf:
         self.kept = kept[:most]
         if self._writes:
             for path in every - {each.path for each in self.kept}:
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def write(self) -> None:
         """Write down what is known, if the disk takes it: what it refuses is lost with this process at most."""
@@ -104,7 +116,7 @@ class BestOf:
             kept = [asdict(each) | {"path": str(each.path.relative_to(self._folder))} for each in self.kept]
             facts = {"value": self._value, "step": self._step, "since": sorted(self._since), "kept": kept}
             with contextlib.suppress(OSError):
-                self._folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self._folder.parent.parent, "best", self._folder.name)
                 replace_file(self._folder / _FILE, json.dumps(facts).encode())
 
 

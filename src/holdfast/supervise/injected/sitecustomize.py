@@ -5,7 +5,7 @@ wrong with ours is noted in the run directory, and the script runs as if we were
 
 Written for any Python 3, which need not be one that can import holdfast.
 """
-# ruff: noqa: PTH100, PTH118, PTH120, PTH123 - pathlib takes 5 ms to import, in every Python that a command starts
+# ruff: noqa: PTH100, PTH118, PTH120 - pathlib takes 5 ms to import, in every Python that a command starts
 
 import os
 import sys
@@ -62,7 +62,9 @@ def _note(run: str) -> None:
     import traceback
 
     try:
-        with open(os.path.join(run, "processes", f"failed-{os.getpid()}.txt"), "a") as file:
+        name = os.path.join(run, "processes", f"failed-{os.getpid()}.txt")
+        safely = os.O_NOFOLLOW | os.O_NONBLOCK  # as holdfast.core.files, which may be what cannot be imported
+        with open(name, "a", opener=lambda path, flags: os.open(path, flags | safely, 0o600)) as file:
             traceback.print_exc(file=file)
     except OSError:
         pass  # the run directory is what fails: there is nowhere to say so

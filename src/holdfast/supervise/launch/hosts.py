@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import RunDirectoryError
+from holdfast.core.files import make_folder, swap_in
 from holdfast.recorder.run_files import HOSTS_FOLDER, read_host
 
 _BEAT_SECONDS = 1.0
@@ -66,7 +67,7 @@ class Hosts:
         self._silent: set[int] = set()
         self._joined: set[int] = set()  # who was seen to make the newest attempt
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(run, HOSTS_FOLDER)
             self._write()
         except OSError as error:
             raise RunDirectoryError(
@@ -170,9 +171,8 @@ class Hosts:
 
     def _write(self) -> None:
         self._beats += 1
-        temporary = self._folder / f".tmp-{self._number}"
-        temporary.write_text(json.dumps({**self._own, "count": self._count, "beat": f"{os.getpid()}-{self._beats}"}))
-        temporary.replace(self._folder / f"{self._number}.json")
+        says = {**self._own, "count": self._count, "beat": f"{os.getpid()}-{self._beats}"}
+        swap_in(self._folder / f"{self._number}.json", json.dumps(says).encode())
 
     def _others(self) -> dict[int, dict[str, Any]]:
         """Return what the others say; not of one whose file has not changed since we came."""

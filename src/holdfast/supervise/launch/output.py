@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.core.durable import free_bytes
+from holdfast.core.files import created, open_file, opened
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
 _READ_BYTES = 1 << 16
@@ -40,7 +41,7 @@ class OutputLog:
     def __init__(self, path: Path, most_bytes: int) -> None:
         self._path = path
         self._most = most_bytes
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._file).st_size
         self._attempt, self._attempt_at = b"", 0
         self._fails = False
@@ -117,7 +118,7 @@ class OutputLog:
             self._attempt_at += head + len(middle) - resumes
         temporary = self._path.with_name(f".tmp-{self._path.name}")
         try:
-            with self._path.open("rb") as old, temporary.open("wb") as new:
+            with opened(self._path) as old, created(temporary) as new:
                 new.write(old.read(head) + middle)
                 old.seek(resumes)
                 while piece := old.read(_MOST_PENDING):
@@ -127,7 +128,7 @@ class OutputLog:
             temporary.unlink(missing_ok=True)
             raise
         os.close(self._file)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._file = open_file(self._path, os.O_WRONLY | os.O_APPEND)
         self._size = os.fstat(self._file).st_size
 
 

@@ -20,7 +20,9 @@ from typing import Any
 from holdfast.core.control_groups import fields_of
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import RunDirectoryError
+from holdfast.core.files import make_folder, make_run_directory, read_file
 from holdfast.core.lock import FileLock, LockHeldError
+from holdfast.core.secrets import without_secrets
 from holdfast.core.version import __version__
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import LOST_FILE, SUPERVISED_FILE, SUPERVISOR_FOLDER, read_processes
@@ -60,7 +62,8 @@ class RunFolder:
         self._facts: dict[str, Any] = {}
         self._looking: threading.Thread | None = None
         try:
-            self.supervisor.mkdir(parents=True, exist_ok=True)
+            make_run_directory(self.path)
+            make_folder(self.path, SUPERVISOR_FOLDER)
             self._check_format()
             self._lock = FileLock(self.supervisor / "lock")
             self._lock.acquire()
@@ -76,7 +79,7 @@ class RunFolder:
     def _check_format(self) -> None:
         found = FORMAT  # of a damaged description, which is written again
         with suppress(OSError, ValueError, RecursionError, AttributeError):
-            found = json.loads(self._file.read_bytes()).get("format", FORMAT)
+            found = json.loads(read_file(self._file)).get("format", FORMAT)
         if not isinstance(found, int) or found > FORMAT:
             raise RunDirectoryError(
                 f"{self._file} has format {found!r}",
@@ -104,7 +107,7 @@ class RunFolder:
     def describe(self, command: Sequence[str], started: float) -> None:
         """Write what is known before the start (H722)."""
         facts = {
-            "format": FORMAT, "argv": list(command), "cwd": str(Path.cwd()), "python": sys.executable,
+            "format": FORMAT, "argv": without_secrets(command), "cwd": str(Path.cwd()), "python": sys.executable,
             "hostname": socket.gethostname(), "started": started, "supervisor_pid": os.getpid(), **_machine(),
             "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
         }  # fmt: skip

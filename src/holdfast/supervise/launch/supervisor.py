@@ -20,6 +20,7 @@ from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import process_events
 from holdfast.core.events.event import Event, EventData
 from holdfast.core.events.run_events import RecordingMovedAside
+from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Standing, read_board
@@ -161,7 +162,7 @@ class Supervisor:
         with suppress(OSError):  # that of the attempt before: nobody may take it for this one's
             (self.run_path / VERDICT_FILE).unlink(missing_ok=True)
         oom_kills = count_oom_kills()
-        self.emit(process_events.AttemptStarted(attempt=number, argv=tuple(plan.command)))
+        self.emit(process_events.AttemptStarted(attempt=number, argv=tuple(without_secrets(plan.command))))
         environment = make_environment(self._environment, self.run_path, number, mark, observe=plan.observe)
         streams = Streams()
         self._copier.take(streams.sources)

@@ -14,8 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.core.files import make_folder, opened_to_write
 from holdfast.core.importing import ImportWatch
 from holdfast.core.raised import printable
+from holdfast.core.secrets import without_secrets
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing
 from holdfast.recorder.run_files import (
     ATTEMPT_VARIABLE,
@@ -110,11 +112,10 @@ class Observer:
         with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - of the system
             ticks = int(file.read().rpartition(b")")[2].split()[19])  # field 22; the name before may hold anything
         self._info = ProcessInfo(
-            pid=os.getpid(), ticks=ticks, ppid=os.getppid(), argv=list(map(printable, sys.orig_argv)),
-            attempt=self._attempt, started=time.time(),
+            pid=os.getpid(), ticks=ticks, ppid=os.getppid(), attempt=self._attempt, started=time.time(),
+            argv=without_secrets([printable(word) for word in sys.orig_argv]),
         )  # fmt: skip
-        folder = self._run / PROCESSES_FOLDER / self._info.folder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(self._run, PROCESSES_FOLDER, self._info.folder)
         board = ProgressBoard(folder / BOARD_FILE)
         self._stacks.open(folder)
         self._folder = folder
@@ -187,8 +188,8 @@ class Observer:
         with suppress(Exception):  # the run directory may be what fails
             import traceback
 
-            with (self._run / PROCESSES_FOLDER / f"failed-{os.getpid()}.txt").open("a") as file:
-                file.writelines(traceback.format_exception(error))
+            with opened_to_write(self._run / PROCESSES_FOLDER / f"failed-{os.getpid()}.txt", "ab") as file:
+                file.write("".join(traceback.format_exception(error)).encode("utf-8", "replace"))
 
     def _leaves(self, how: str, status: int | None, said: str) -> None:
         try:

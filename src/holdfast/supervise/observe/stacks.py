@@ -15,6 +15,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.files import open_file
 from holdfast.recorder.run_files import FAULTHANDLER_FILE
 
 
@@ -35,8 +36,8 @@ class Stacks:
         Raises:
             OSError: if the file cannot be made.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        file = os.open(folder / FAULTHANDLER_FILE, flags, 0o644)  # stays open: the handlers write to it
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        file = open_file(folder / FAULTHANDLER_FILE, flags)  # stays open: the handlers write to it
         if self._at_death:
             self._enable(file=file, all_threads=True)
         if self.signal is not None:

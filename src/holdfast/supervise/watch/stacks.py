@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.files import created, make_folder, opened
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, clean
 from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
@@ -122,8 +123,9 @@ class Stacks:
             about = replace(subject.about, looks=(*subject.about.looks, look))
             name = f"{self._number:04d}-{about.pid}-{letter}.txt"
             with suppress(OSError):  # a full disk: the event still has the frame
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / name).write_text(describe(about), encoding="utf-8")
+                make_folder(self._folder.parent, self._folder.name)
+                with created(self._folder / name) as file:
+                    file.write(describe(about).encode("utf-8", "replace"))
                 files.setdefault(about.pid, []).append(name)
             found.append(replace(subject, about=about))
         return found
@@ -288,9 +290,9 @@ def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
             if now == size > before:
                 break
             size = now
-        with file.open("rb") as opened:
-            opened.seek(before)
-            text = opened.read(_MOST_BYTES).decode("utf-8", "replace")
+        with opened(file) as answered:
+            answered.seek(before)
+            text = answered.read(_MOST_BYTES).decode("utf-8", "replace")
     except OSError:
         return None
     return read_faulthandler(text) or None

@@ -1,0 +1,1 @@
+"""Hostile files for everything that reads what others wrote."""
