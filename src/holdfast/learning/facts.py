@@ -60,6 +60,7 @@ class ModelFacts:
     outside_count: int = 0
     outside_weights: int = 0
     outside_with_gradient: int = 0
+    outside_drawn: int = 0  # matrices among them that are as an initialiser draws them; 0 if one is not
     outside_changed: bool = False
     never_gradient: list[str] = field(default_factory=list)  # the first without a gradient in 10 steps
     never_gradient_count: int = 0
