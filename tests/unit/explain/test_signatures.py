@@ -79,7 +79,7 @@ def test_every_signature_explains_itself(signature: Signature) -> None:
         assert text.endswith((".", "`", ")"))
         assert "\n" not in text
     assert signature.example or not signature.patterns
-    assert set(signature.explains) <= set(CATALOGUE)
+    assert set(signature.explains) <= set(catalogue())
 
 
 def test_an_unknown_field_names_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
