@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from recipes.features.cache import FeatureCache
 
 from benchmarks.forks import Child, in_a_fork, single_threaded
 from benchmarks.results_file import Result, read_options
 from holdfast.core.errors import LoaderError
-from holdfast.loader.features.cache import FeatureCache
 from holdfast.testing import flip_bit
 
 _RATE = 22_050

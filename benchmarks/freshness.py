@@ -44,7 +44,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "bit_flips": ("checkpoint",),
     "clipping": ("numerics/gradients.py",),
     "false_alarms": ("supervise/watch", "explain/hangs"),
-    "feature_cache": ("loader/features",),
+    "feature_cache": (),
     "folklore": ("numerics/gradients.py",),
     "forecast_extrapolation": ("forecast",),
     "forecast_large": ("forecast",),

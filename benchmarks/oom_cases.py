@@ -57,12 +57,14 @@ class Sequential(nn.Module):
 
 
 class Job:
-    """Model, plain SGD, and two batches: a small one that warms up, and the one that will not fit."""
+    """Model, plain SGD or AdamW, and two batches: a small one that warms up, and the one that will not fit."""
 
-    def __init__(self, case: Case, device: str = "cpu") -> None:
+    def __init__(self, case: Case, device: str = "cpu", *, adamw: bool = False) -> None:
         torch.manual_seed(case.number)
-        self.model = _make_model(case).to(device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        with torch.device(device):
+            self.model = _make_model(case)
+        kind = torch.optim.AdamW if adamw else torch.optim.SGD
+        self.optimizer: torch.optim.Optimizer = kind(self.model.parameters(), lr=0.01)
         self.small = _make_batch(case, 4, device)
         self.batch = _make_batch(case, case.batch_size, device)
 
@@ -95,8 +97,9 @@ def _make_model(case: Case) -> nn.Module:
 
 
 def _make_batch(case: Case, size: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(case.number)
+    generator = torch.Generator(device).manual_seed(case.number)
     width = case.sizes["width"]
     shapes = {"mlp": (size, width), "conv": (size, 3, 64, 64)}
-    inputs = torch.randn(*shapes.get(case.kind, (size, case.sizes.get("length", 0), width)), generator=generator)
-    return inputs.to(device), torch.randint(_CLASSES, (size,), generator=generator).to(device)
+    shape = shapes.get(case.kind, (size, case.sizes.get("length", 0), width))
+    inputs = torch.randn(*shape, generator=generator, device=device)
+    return inputs, torch.randint(_CLASSES, (size,), generator=generator, device=device)

@@ -228,7 +228,13 @@ def describe_device() -> dict[str, Any]:
 
 
 def describe_commit() -> dict[str, Any]:
-    """Return the git commit of this checkout, and whether anything but results differs from it."""
+    """Return the git commit of this checkout, and whether anything but results differs from it.
+
+    For a copy without its history the variable ``BENCH_COMMIT`` says it: ``HASH`` or ``HASH-dirty``.
+    """
+    given, _, dirty = os.environ.get("BENCH_COMMIT", "").partition("-")
+    if given:
+        return {"commit": given, "dirty": bool(dirty)}
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return {"commit": None, "dirty": None}

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody spells it
 
 MAX_GRAD_NORM = 1.0
 _CLASSES = 10
+_WIDTHS = {"tiny": 4, "mlp": 256, "mlp512": 512, "mlp2048": 2048}
 _BLOCKS, _STEPS_OF_A_BLOCK = 5, 4
 
 
@@ -19,21 +20,22 @@ class Job:
     """A model, AdamW, and one batch; the same for every call with the same arguments.
 
     Args:
-        kind: "tiny", "mlp", "mlp512", "conv", or "wide_conv", which has large activations.
+        kind: "tiny", "mlp", "mlp512", "mlp2048", "conv", or "wide_conv", which has large activations.
         batch_size: Samples.
         device: Where it lies.
     """
 
     def __init__(self, kind: str, batch_size: int, device: str = "cpu") -> None:
         torch.manual_seed(0)
+        self.device = device
         self.model = _make_model(kind).to(device)
         # It learns: of a run that does not, the guard searches the cause, which is no cost of a step.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2 if kind == "tiny" else 1e-3)
-        shape = {"tiny": (4,), "mlp": (256,), "mlp512": (512,), "conv": (3, 32, 32), "wide_conv": (3, 64, 64)}[kind]
-        inputs = torch.randn(batch_size, *shape)
+        shape = (_WIDTHS[kind],) if kind in _WIDTHS else (3, 32, 32) if kind == "conv" else (3, 64, 64)
+        inputs = torch.randn(batch_size, *shape, device=device)
         seen = inputs.flatten(1)[:, : 2 * _CLASSES]
-        labels = (seen @ torch.randn(seen.shape[1], _CLASSES)).argmax(1)
-        self.batch = inputs.to(device), labels.to(device)
+        labels = (seen @ torch.randn(seen.shape[1], _CLASSES, device=device)).argmax(1)
+        self.batch = inputs, labels
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the mean cross-entropy, shape ``()``."""
@@ -57,7 +59,7 @@ def _make_model(kind: str) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, _CLASSES))
     layers: list[nn.Module] = []
     if kind.startswith("mlp"):
-        width = 512 if kind == "mlp512" else 256
+        width = _WIDTHS[kind]
         for _ in range(4):
             layers += [nn.Linear(width, width), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(width, _CLASSES))

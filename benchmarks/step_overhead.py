@@ -56,19 +56,19 @@ Loop: TypeAlias = Callable[[int], float]
 
 
 class _Same(torch.utils.data.Dataset[Any]):
-    """One batch, again and again."""
+    """The batch of a job, again and again."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Callable[[], Any]) -> None:
         self._batch = batch
 
     def __len__(self) -> int:
         return _ENDLESS
 
     def __getitem__(self, _: int) -> Any:
-        return self._batch
+        return self._batch()
 
 
-def _loader(batch: Any) -> Any:
+def _loader(batch: Callable[[], Any]) -> Any:
     return torch.utils.data.DataLoader(_Same(batch), batch_size=None)
 
 
@@ -83,7 +83,7 @@ def _stepping(step: Callable[[Any], Any], batches: Iterator[Any], clock: Clock =
 
 
 def bare(job: Job, clock: Clock = time.process_time) -> Loop:
-    return _stepping(job.bare_step, iter(_loader(job.batch)), clock)
+    return _stepping(job.bare_step, iter(_loader(lambda: job.batch)), clock)
 
 
 def guarded(job: Job, clock: Clock = time.process_time) -> Loop:
@@ -91,17 +91,17 @@ def guarded(job: Job, clock: Clock = time.process_time) -> Loop:
         tempfile.mkdtemp(),
         model=job.model,
         optimizer=job.optimizer,
-        loader=_loader(job.batch),
+        loader=_loader(lambda: job.batch),
         max_grad_norm=MAX_GRAD_NORM,
     )
     return _stepping(lambda batch: guard.step(batch, job.loss), guard.batches(max_steps=_ENDLESS), clock)
 
 
-def accelerated(job: Job) -> Loop:
+def accelerated(job: Job, clock: Clock = time.process_time) -> Loop:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, _loader(job.batch))
+    accelerator = Accelerator(cpu=job.device == "cpu")
+    model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, _loader(lambda: job.batch))
 
     def step(batch: Any) -> None:
         inputs, labels = batch
@@ -110,13 +110,14 @@ def accelerated(job: Job) -> Loop:
         accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
 
-    return _stepping(step, iter(loader))
+    return _stepping(step, iter(loader), clock)
 
 
 class _Turns:
     """Lets a training that owns its loop go on for some steps at a time, in a thread that waits in between."""
 
-    def __init__(self, train: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, train: Callable[[Callable[[], None]], None], clock: Clock) -> None:
+        self._clock = clock
         self._left, self._go, self._done = 0, threading.Semaphore(0), threading.Semaphore(0)
         threading.Thread(target=train, args=(self._stepped,), daemon=True).start()
         self._wait_for_first = True
@@ -133,13 +134,13 @@ class _Turns:
             self._done.acquire()
             self._wait_for_first = False
         self._left = steps
-        started = time.process_time()
+        started = self._clock()
         self._go.release()
         self._done.acquire()
-        return time.process_time() - started
+        return self._clock() - started
 
 
-def lightning(job: Job) -> Loop:
+def lightning(job: Job, clock: Clock = time.process_time) -> Loop:
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -165,19 +166,20 @@ def lightning(job: Job) -> Loop:
             max_steps=_ENDLESS,
             callbacks=[Waits()],
             gradient_clip_val=MAX_GRAD_NORM,
-            accelerator="cpu",
+            accelerator="cpu" if job.device == "cpu" else "gpu",
+            devices=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=tempfile.mkdtemp(),
         )
-        trainer.fit(Module(), _loader(job.batch))
+        trainer.fit(Module(), _loader(lambda: job.batch))
 
-    return _Turns(train).run
+    return _Turns(train, clock).run
 
 
-def transformers(job: Job) -> Loop:
+def transformers(job: Job, clock: Clock = time.process_time) -> Loop:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Model(torch.nn.Module):
@@ -198,8 +200,8 @@ def transformers(job: Job) -> Loop:
 
         class Trains(Trainer):
             def get_train_dataloader(self) -> Any:
-                inputs, labels = job.batch
-                return self.accelerator.prepare(_loader({"inputs": inputs, "labels": labels}))
+                named = _loader(lambda: dict(zip(("inputs", "labels"), job.batch, strict=True)))
+                return self.accelerator.prepare(named)
 
         arguments = TrainingArguments(
             output_dir=tempfile.mkdtemp(),
@@ -209,15 +211,15 @@ def transformers(job: Job) -> Loop:
             logging_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            use_cpu=True,
+            use_cpu=job.device == "cpu",
         )
         constant = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda _: 1.0)
         Trains(Model(), arguments, callbacks=[Waits()], optimizers=(job.optimizer, constant)).train()
 
-    return _Turns(train).run
+    return _Turns(train, clock).run
 
 
-PEERS: dict[str, Callable[[Job], Loop]] = {
+PEERS: dict[str, Callable[..., Loop]] = {
     "bare": bare,
     "guarded": guarded,
     "accelerate": accelerated,

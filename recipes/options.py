@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import inspect
 import math
 import os
@@ -187,6 +188,38 @@ def insist_on_a_batch(batch_size: int, there: int, what: str) -> None:
             f"--batch-size {batch_size}; there are {there} {what} to learn\n"
             f"Fix: pass {there} or less, or give more to learn."
         )
+
+
+def insist_on_usable(troubles: Sequence[str], samples: int, quarantine: float) -> None:
+    """Refuse data of which more is known to be unusable than may be quarantined, before there is a run.
+
+    Args:
+        troubles: Why, of each sample that cannot be used.
+        samples: All that there are.
+        quarantine: What may be quarantined, as `holdfast.DataLoader` takes it.
+
+    Raises:
+        OptionError: There are too many.
+    """
+    allowed = most_quarantined(quarantine, samples)
+    if len(troubles) > allowed:
+        first, _, fix = troubles[0].partition("\nFix: ")
+        raise OptionError(
+            f"{len(troubles)} of {samples} samples cannot be used, such as: {first}\n"
+            f"Limit: --quarantine {quarantine:g} sets {allowed} of these aside.\n"
+            f"Fix: {fix or 'repair them or leave them out.'} Or raise --quarantine, if you can do without them."
+        )
+
+
+def insist_on_installed(extra: str, *packages: str) -> None:
+    """Insist now, and not when they are needed, that packages can be imported.
+
+    Raises:
+        OptionError: One is not installed.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(f"{', '.join(missing)}: not installed.\nFix: pip install 'torch-holdfast[{extra}]'")
 
 
 def most_quarantined(quarantine: float, samples: int) -> int:

@@ -50,15 +50,13 @@ def check_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> int:
         return len(_decoded(path, sound)) if sound.format == "FLAC" else sound.frames
 
 
-def other_sample_rate(path: Path, sample_rate: int) -> int | None:
-    """Return the sample rate of a file that has another one, by its header; None also where it cannot be read."""
+def trouble_of(path: Path, sample_rate: int) -> ValueError | OSError | None:
+    """Return why a file cannot be used, as far as its header tells: `WrongSampleRateError` where that is why."""
     try:
         with _opened(path, sample_rate):
             return None
-    except WrongSampleRateError as error:
-        return error.sample_rate
-    except (ValueError, OSError):
-        return None
+    except (ValueError, OSError) as error:
+        return error
 
 
 def read_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:

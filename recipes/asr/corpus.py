@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.options import most_quarantined
-from recipes.wav import other_sample_rate
+from recipes.options import insist_on_usable, most_quarantined
+from recipes.wav import WrongSampleRateError, trouble_of
 
 _NAMED = 5  # names that a message tells
 _LOOKED_AT = 500  # recordings of a corpus, for their sample rates
@@ -85,21 +85,24 @@ def insist_on_own_names(place: Path, names: Iterable[str]) -> None:
         )
 
 
-def insist_on_sample_rate(recordings: Sequence[Sequence[Path]], sample_rate: int, quarantine: float) -> None:
-    """Insist that recordings have the sample rate that is asked for, by the headers of some, evenly spread.
+def insist_on_recordings(recordings: Sequence[Sequence[Path]], sample_rate: int, quarantine: float) -> None:
+    """Insist that recordings can be used and have a sample rate, by the headers of some, evenly spread.
 
     Args:
         recordings: Of each sample.
         sample_rate: That they need, Hz.
-        quarantine: What may be quarantined, as `holdfast.DataLoader` takes it: so many may have another one.
+        quarantine: What may be quarantined, as `holdfast.DataLoader` takes it.
 
     Raises:
         CorpusError: More have another one, or most of those that were looked at.
+        OptionError: More cannot be used for another reason.
     """
     looked_at = recordings[:: max(1, -(-len(recordings) // _LOOKED_AT))]
-    rates = ([(other_sample_rate(path, sample_rate), path) for path in paths] for paths in looked_at)
-    first = (next(((rate, path) for rate, path in each if rate is not None), None) for each in rates)
-    others = [each for each in first if each is not None]
+    troubles = [[(trouble_of(path, sample_rate), path) for path in paths] for paths in looked_at]
+    first = [next((each for each in of_one if each[0] is not None), (None, None)) for of_one in troubles]
+    others = [(why.sample_rate, path) for why, path in first if isinstance(why, WrongSampleRateError)]
+    unusable = [str(why) for why, _ in first if not isinstance(why, (WrongSampleRateError, type(None)))]
+    insist_on_usable(unusable, len(recordings), quarantine)
     are_most = 2 * len(others) > len(looked_at)
     if not are_most and len(others) <= most_quarantined(quarantine, len(recordings)):
         return

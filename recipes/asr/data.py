@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from recipes.asr.corpus import Utterance
-from recipes.tacotron2.audio import MelSettings, log_mel
+from recipes.tacotron2.audio import MelSettings, log_mel, mel_filters
 from recipes.wav import read_wav
 
 Sample = Mapping[str, torch.Tensor]
@@ -94,6 +94,7 @@ class Speech(Dataset[Sample]):
         self.utterances = utterances
         self.sound = sound
         self.augment = augment
+        mel_filters(sound.settings())  # are kept, and workers that are forked have them
 
     def __len__(self) -> int:
         return len(self.utterances)

@@ -29,15 +29,14 @@ def best_path(scores: torch.Tensor, frames: torch.Tensor) -> list[str]:
     ]
 
 
-def edits(said: Sequence[Any], heard: Sequence[Any]) -> int:
-    """Return the fewest insertions, deletions and substitutions between two sequences."""
-    row = list(range(len(heard) + 1))
-    for one in said:
-        diagonal, row[0] = row[0], row[0] + 1
-        for place, other in enumerate(heard, start=1):
-            changed = diagonal + (one != other)
-            diagonal, row[place] = row[place], min(changed, row[place] + 1, row[place - 1] + 1)
-    return row[-1]
+def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
+    """Return the edits from what was heard to what was said, as a share of the characters and words of the latter."""
+    from torchmetrics.functional.text import char_error_rate, word_error_rate
+
+    return {
+        "character_error_rate": float(char_error_rate(list(heard), list(said))),
+        "word_error_rate": float(word_error_rate(list(heard), list(said))),
+    }
 
 
 def evaluate(model: Recogniser, batches: Iterable[dict[str, torch.Tensor]]) -> dict[str, Any]:
@@ -47,25 +46,17 @@ def evaluate(model: Recogniser, batches: Iterable[dict[str, torch.Tensor]]) -> d
         model: In evaluation, without gradients.
         batches: Of `holdfast.DataLoader`, on the model's device.
     """
-    wrong_characters = wrong_words = characters = words = 0
-    loss, example = 0.0, ("", "")
+    said, heard = list[str](), list[str]()
+    loss, characters = 0.0, 0
     for batch in batches:
         scores, frames = model(batch["features"], batch["frames"])
-        loss += float(ctc(model, batch).mean) * int(batch["characters"].sum())
-        for text, labels in zip(best_path(scores, frames), batch["labels"].tolist(), strict=True):
-            said = decode(labels)
-            wrong_characters, characters = wrong_characters + edits(said, text), characters + len(said)
-            wrong_words, words = wrong_words + edits(said.split(), text.split()), words + len(said.split())
-            example = example if example[0] else (said, text)
-    if not characters:
+        count = int(batch["characters"].sum())
+        loss, characters = loss + float(ctc(model, batch).mean) * count, characters + count
+        said += map(decode, batch["labels"].tolist())
+        heard += best_path(scores, frames)
+    if not said:
         return {}
-    return {
-        "held_out_loss": loss / characters,
-        "character_error_rate": wrong_characters / characters,
-        "word_error_rate": wrong_words / words,
-        "said": example[0],
-        "heard": example[1],
-    }
+    return {"held_out_loss": loss / characters, **error_rates(said, heard), "said": said[0], "heard": heard[0]}
 
 
 def picture(features: torch.Tensor, scores: torch.Tensor) -> NDArray[np.float32]:

@@ -12,13 +12,13 @@ import torch
 
 from holdfast import DataLoader, Guard, Policy
 from holdfast.loader.order.orders import LengthBucketed
-from recipes.asr.corpus import CorpusError, Utterance, hold_out, insist_on_sample_rate, read_corpus
+from recipes.asr.corpus import CorpusError, Utterance, hold_out, insist_on_recordings, read_corpus
 from recipes.asr.data import Sound, Speech, collate
 from recipes.asr.model import Recogniser, ctc
 from recipes.asr.scoring import evaluate, picture
 from recipes.asr.settings import SpeechOptions, learning_rate_factor
 from recipes.asr.speech import Plan, make_corpus
-from recipes.options import insist_on_a_batch, read_options
+from recipes.options import insist_on_a_batch, insist_on_installed, read_options
 from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
 
 _MOST_MELS = 256  # that a picture of a run has room for
@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options, policy = read_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
     device = find_device(options)
     with ending_clearly(CorpusError):
+        insist_on_installed("demo,integrations", "torchmetrics", "transformers")
         training_set, held_out = _corpora(options)
         loader = _loader(training_set, options, device, training=True)
         test = _loader(held_out, options, device, training=False)
@@ -148,7 +149,8 @@ class _Test:
             seen = next(iter(self._loader))
             scores, frames = self._model(seen["features"][:1], seen["frames"][:1])
         self._guard.validated(self.found["held_out_loss"])
-        self._guard.log(CER=self.found["character_error_rate"], split="held out")
+        rates = {"CER": self.found["character_error_rate"], "WER": self.found["word_error_rate"]}
+        self._guard.log(rates, split="held out")
         self._guard.add_image("hearing", picture(seen["features"][0], scores[0, : int(frames[0])]))
         self.shown = {"held-out CER": self.found["character_error_rate"]}
         return self.found
@@ -160,7 +162,7 @@ def _corpora(options: Options) -> tuple[list[Utterance], list[Utterance]]:
         found = read_corpus(options.data)
         both = hold_out(found) if options.held_out is None else (found, read_corpus(options.held_out))
         for part in both:
-            insist_on_sample_rate([(each.path,) for each in part], options.sample_rate, options.quarantine)
+            insist_on_recordings([(each.path,) for each in part], options.sample_rate, options.quarantine)
         insist_on_a_batch(options.batch_size, len(both[0]), "utterances")
         return both
     if options.held_out is not None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from recipes.options import most_quarantined
+from recipes.options import insist_on_usable, most_quarantined
 
 _PARTS = {True: ("train", "train"), False: ("test", "t10k")}
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif"}
@@ -102,11 +102,14 @@ def shape_of_all(source: Source, quarantine: float, needed: tuple[int, ...] | No
 
     Raises:
         DataError: More have another size, or none of them can be read.
+        OptionError: More cannot be read than may be quarantined.
     """
     shapes = [source.shape(index) for index in range(len(source.labels))]
     counted = Counter(shape for shape in shapes if shape is not None).most_common()
     if not counted:
         raise DataError(f"none of the images such as {source.name(0)} can be read.\nFix: look at one of them.")
+    unreadable = [f"{source.name(index)} cannot be read" for index, shape in enumerate(shapes) if shape is None]
+    insist_on_usable(unreadable, len(shapes), quarantine)
     needed = needed or counted[0][0]
     others = [index for index, shape in enumerate(shapes) if shape not in (None, needed)]
     allowed = most_quarantined(quarantine, len(shapes))

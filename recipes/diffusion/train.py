@@ -18,7 +18,7 @@ from recipes.classifier.samples import Samples, Scale
 from recipes.diffusion.model import LEVELS, UNet, drawn, noised
 from recipes.gan.quality import Judge
 from recipes.gan.train import grid_of
-from recipes.options import RunOptions, insist_on_a_batch, read_options
+from recipes.options import RunOptions, insist_on_a_batch, insist_on_installed, read_options
 from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
 
 _JUDGED, _SHOWN = 200, 50  # images that are drawn in the end, and in the report
@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
     options, policy = read_options(DiffusionOptions, argv, policy_file=Path(__file__).with_name("policy.yaml"))
     with ending_clearly(DataError):
+        insist_on_installed("demo", "torchmetrics")
         sets = _sets(options)
         insist_on_a_batch(options.batch_size, len(sets[0]), "images")
     with ending_clearly(DataError, options.run_dir):
@@ -153,6 +154,7 @@ def _train(options: DiffusionOptions, policy: Policy, images: Samples, held_out:
     real, labels = (torch.cat(each) for each in zip(*DataLoader(images, **alike), strict=True))
     judge = Judge(real, labels)
     quality, noise = judge.measure(made), judge.measure(torch.randn(made.shape))
+    guard.log({"Frechet distance": quality.frechet, "classes drawn": quality.classes})
     figures |= {"frechet": quality.frechet, "classes": quality.classes, "frechet_of_noise": noise.frechet}
     return training.finish(model, figures)
 

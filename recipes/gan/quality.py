@@ -8,9 +8,7 @@ and with no published FID.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
@@ -42,31 +40,30 @@ class Judge:
     """
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        from torchmetrics.image.fid import FrechetInceptionDistance
+
         with torch.random.fork_rng(devices=[]):  # training goes on as if nobody had looked
             torch.manual_seed(0)
             self._features, self._classify = _fit(images, labels)
         self._classes = int(labels.max()) + 1
-        self._real = self._moments(images)
+        self._distance = FrechetInceptionDistance(self._features, reset_real_features=False)
+        self._distance.update(images, real=True)
 
     def measure(self, images: torch.Tensor) -> Quality:
         """Return how good images are, shape ``(n, 1, size, size)``; of few the distance is larger."""
         with torch.no_grad():
             kinds = self._classify(self._features(images)).argmax(dim=1)
         shares = torch.bincount(kinds, minlength=self._classes) / len(images)
-        return Quality(
-            frechet=frechet_distance(*self._real, *self._moments(images)), classes=int((shares >= _LEAST_SHARE).sum())
-        )
-
-    def _moments(self, images: torch.Tensor) -> tuple[Any, Any]:
-        with torch.no_grad():
-            features = self._features(images).double().numpy()
-        return features.mean(axis=0), np.cov(features, rowvar=False)
+        self._distance.reset()
+        self._distance.update(images, real=False)
+        return Quality(frechet=float(self._distance.compute()), classes=int((shares >= _LEAST_SHARE).sum()))
 
 
 def _fit(images: torch.Tensor, labels: torch.Tensor) -> tuple[nn.Module, nn.Module]:
     features = nn.Sequential(
         nn.Flatten(), nn.Linear(images[0].numel(), 128), nn.ReLU(), nn.Linear(128, _FEATURES), nn.ReLU()
     )
+    features.num_features = _FEATURES  # which torchmetrics asks for
     classify = nn.Linear(_FEATURES, int(labels.max()) + 1)
     optimizer = torch.optim.Adam([*features.parameters(), *classify.parameters()], lr=3e-3)
     with torch.enable_grad():  # it may be wanted in the middle of an evaluation
@@ -76,23 +73,3 @@ def _fit(images: torch.Tensor, labels: torch.Tensor) -> tuple[nn.Module, nn.Modu
             F.cross_entropy(classify(features(images[chosen])), labels[chosen]).backward()
             optimizer.step()
     return features.requires_grad_(requires_grad=False), classify.requires_grad_(requires_grad=False)
-
-
-def frechet_distance(mean_a: Any, spread_a: Any, mean_b: Any, spread_b: Any) -> float:
-    """Return the squared Fréchet distance of two normal distributions.
-
-    Args:
-        mean_a: Shape ``(d,)``.
-        spread_a: Covariance, shape ``(d, d)``.
-        mean_b: As `mean_a`.
-        spread_b: As `spread_a`.
-    """
-    root = _root(spread_a)
-    both = _root(root @ spread_b @ root)
-    return float(np.sum((mean_a - mean_b) ** 2) + np.trace(spread_a + spread_b - 2 * both))
-
-
-def _root(matrix: Any) -> Any:
-    """Return the root of a symmetric matrix without negative eigenvalues, but for rounding."""
-    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
-    return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T

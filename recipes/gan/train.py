@@ -23,7 +23,7 @@ from recipes.gan.data import Images
 from recipes.gan.model import Norm
 from recipes.gan.players import Players, Regularizer, play, rescale
 from recipes.gan.quality import Judge
-from recipes.options import RunOptions, insist_on_a_batch, read_options
+from recipes.options import RunOptions, insist_on_a_batch, insist_on_installed, read_options
 from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
 
 POLICY = Path(__file__).parent / "policy.yaml"
@@ -224,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says, and return what result.json holds."""
     options, policy = read_options(GanOptions, argv, policy_file=POLICY)
     with ending_clearly(DataError):
+        insist_on_installed("demo", "torchmetrics")
         job = make_job(options)
     with ending_clearly(DataError, options.run_dir):
         return train(job, options, policy)

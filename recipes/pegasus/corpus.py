@@ -1,9 +1,9 @@
 """A summarisation corpus that every machine has: docstrings of installed packages, read as text and never imported.
 
-A docstring's first paragraph is the summary, the rest is the document, and the words of the name of what it describes
-are its title. A record is one line of JSON with the keys ``document``, ``summary``, ``title`` and ``name``, in the
-order of the names of packages and files, each document once. Which records are held out is decided by package. One
-record is in memory at a time, and a fingerprint of each.
+A docstring's first paragraph is the summary. The document is that sentence among two or three others of it, in an
+order that is drawn: which of them sums up the rest must be found, and be written down. A record is one line of JSON
+with the keys ``document``, ``summary`` and ``name``, in the order of the names of packages and files, each document
+once. Which records are held out is decided by package. One record is in memory at a time, and a fingerprint of each.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
+import random
 import re
 import sys
 import sysconfig
@@ -23,15 +25,15 @@ from pathlib import Path
 
 STANDARD_LIBRARY = "stdlib"
 _NOT_READ = {"antigravity", "idlelib", "lib2to3", "this", "turtledemo"}
-_FORMAT = 2
+_FORMAT = 3
 _LARGEST_FILE = 1_000_000  # bytes; larger ones are tables that a program has written
-_SUMMARY_WORDS = range(3, 31)
-_FEWEST_DOCUMENT_WORDS = 10
+_SENTENCE_WORDS = range(3, 17)
+_OTHERS = (2, 3)  # sentences beside the summary, fewest and most
 _NO_WORDS = re.compile(r"^\s*([-=~^*]{3,}|(>>>|\.\.\. ).*)\s*$\n?", re.MULTILINE)  # underlines, and examples that run
 _ROLE = re.compile(r":[a-z:]+:`[~!]?([^`<]*)[^`]*`")  # :class:`Name`
 _MARK = re.compile(r"[`*]+")
 _BLANK_LINE = re.compile(r"\n\s*\n")
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")  # of fit_predict, FitPredict and HTTPError2
+_BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+")
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _HOLDING = (  # statements, and parts of some, in which others lie
     ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match,
@@ -137,22 +139,14 @@ def _record(docstring: str | None, name: str) -> dict[str, str] | None:
     parts = [] if docstring is None else _BLANK_LINE.split(inspect.cleandoc(docstring), maxsplit=1)
     if len(parts) < 2:
         return None
-    summary, document = " ".join(_plain(parts[0]).split()), _plain(_NO_WORDS.sub("", parts[1])).strip()
-    usable = summary[:1].isalpha() and len(summary.split()) in _SUMMARY_WORDS
-    if not usable or len(document.split()) < _FEWEST_DOCUMENT_WORDS:
+    summary, rest = (" ".join(_plain(part).split()) for part in (parts[0], _NO_WORDS.sub("", parts[1])))
+    fitting = (each for each in _BETWEEN_SENTENCES.split(rest) if len(each.split()) in _SENTENCE_WORDS)
+    others = list(itertools.islice(fitting, _OTHERS[1]))
+    if not summary[:1].isalpha() or len(summary.split()) not in _SENTENCE_WORDS or len(others) < _OTHERS[0]:
         return None
-    return {"document": document, "summary": summary, "title": title_of(name), "name": name}
-
-
-def title_of(name: str) -> str:
-    """Return the words of a name, behind them those of the class or module that it lies in.
-
-    Example:
-        >>> title_of("package:pipeline.Pipeline.fit_predict")
-        'fit predict, pipeline'
-    """
-    words = [" ".join(_WORD.findall(part)).lower() for part in re.split(r"[.:]", name)[-2:]]
-    return ", ".join(part for part in reversed(words) if part)
+    sentences = [summary, *others]
+    random.Random(" ".join(sentences)).shuffle(sentences)  # noqa: S311 - no secret
+    return {"document": " ".join(sentences), "summary": summary, "name": name}
 
 
 def _plain(text: str) -> str:

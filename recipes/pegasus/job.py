@@ -12,7 +12,7 @@ import torch
 
 from holdfast import DataLoader
 from holdfast.loader.order.orders import LengthBucketed
-from recipes.options import RunOptions, insist_on_a_batch
+from recipes.options import RunOptions, insist_on_a_batch, insist_on_usable
 from recipes.pegasus.corpus import collect, is_installed
 from recipes.pegasus.model import Size, build_model, build_optimizer, load_pretrained, loss_of
 from recipes.pegasus.records import JsonLines, RecordError, Records, TokenizedRecords
@@ -62,7 +62,7 @@ class PegasusOptions(RunOptions):
     """Key of the summary: highlights in exports of CNN/DailyMail."""
 
     title_column: str | None = None
-    """Key of a title, which is put before the document. That of a docstring is the name of what it describes."""
+    """Key of a title, which is put before the document."""
 
     packages: str = _TRAINED_ON
     """Whose docstrings are trained on."""
@@ -83,19 +83,15 @@ class PegasusOptions(RunOptions):
     lowercase: bool = True
     """Whether a new tokenizer reads capitals as small letters: there are fewer words to learn."""
 
-    max_source_length: int = 24
+    max_source_length: int = 80
     """Tokens that a document is cut to."""
 
-    max_target_length: int = 20
+    max_target_length: int = 24
     """Tokens that a summary is cut to."""
 
     copied: float = 0.0
     """Share of the samples whose target is how the document begins, marked by <mask_1>, so that copying is learnt.
     With --pretrained there are none."""
-
-    hinted: float = 0.8
-    """Share of the samples whose title is made of words of their summary, so that reading titles is learnt. Where
-    records have no title, and with --pretrained, there are none. What is held out keeps its own titles."""
 
     batch_size: int = 16
     """Records in an update, also where it is made in several micro-batches."""
@@ -132,9 +128,9 @@ class PegasusOptions(RunOptions):
         # A tokenizer ends each text with a mark, beside which a word needs room; its alphabet needs some pieces.
         self.at_least({"max_source_length": 2, "max_target_length": 2, "eval_records": 2, "vocab_size": 50})
         self.at_least({"warmup_steps": 0})
-        for name in ("quarantine", "copied", "hinted", "dropout"):
+        for name in ("quarantine", "copied", "dropout"):
             self.at_least({name: 0})
-        for name in ("copied", "hinted", "dropout"):
+        for name in ("copied", "dropout"):
             self.insist(name, getattr(self, name) <= 1, "a share from 0 to 1 is needed")
         self.above_zero("learning_rate")
         endless = self.loop == "trainer" and self.max_steps == 0  # it would take its three epochs
@@ -246,7 +242,7 @@ def _files(options: PegasusOptions) -> tuple[Path, Path]:
 
 def _records(path: Path, options: PegasusOptions) -> JsonLines:
     if options.train_file is None:
-        return JsonLines(path, title_column="title")
+        return JsonLines(path)
     columns = {"text_column": options.text_column, "summary_column": options.summary_column}
     try:
         return JsonLines(path, **columns, title_column=options.title_column)
@@ -259,12 +255,10 @@ def _records(path: Path, options: PegasusOptions) -> JsonLines:
 def _loader(records: JsonLines, tokenizer: Any, options: PegasusOptions, device: torch.device) -> DataLoader:
     """Return batches of records of about the same length, whole ones only."""
     micro_batch_size = options.batch_size // options.gradient_accumulation_steps
-    lengths, new = records.sizes(_CHARACTERS_PER_TOKEN * options.max_source_length), options.pretrained is None
+    lengths, troubles = records.sizes(_CHARACTERS_PER_TOKEN * options.max_source_length)
+    insist_on_usable(troubles, len(records), options.quarantine)
     return DataLoader(
-        tokenized(
-            records, tokenizer, options,
-            copied=options.copied if new else 0.0, hinted=options.hinted if new and records.titled else 0.0,
-        ),
+        tokenized(records, tokenizer, options, copied=options.copied if options.pretrained is None else 0.0),
         sampler=LengthBucketed(lengths, group=options.batch_size),
         batch_size=micro_batch_size if options.loop == "trainer" else options.batch_size,
         drop_last=True, seed=options.seed, quarantine=options.quarantine, num_workers=options.num_workers,
@@ -272,12 +266,10 @@ def _loader(records: JsonLines, tokenizer: Any, options: PegasusOptions, device:
     )  # fmt: skip
 
 
-def tokenized(
-    records: Records, tokenizer: Any, options: PegasusOptions, *, copied: float = 0.0, hinted: float = 0.0
-) -> TokenizedRecords:
+def tokenized(records: Records, tokenizer: Any, options: PegasusOptions, *, copied: float = 0.0) -> TokenizedRecords:
     """Return records as the model is given them."""
     return TokenizedRecords(
-        records, tokenizer, copied=copied, hinted=hinted,
+        records, tokenizer, copied=copied,
         max_source_length=options.max_source_length, max_target_length=options.max_target_length,
     )  # fmt: skip
 

@@ -22,14 +22,7 @@ from torch.utils.data import Dataset
 Records: TypeAlias = "JsonLines | list[tuple[str, str]]"
 _LOOKED_AT = 100  # records, for their keys
 _LEADING_WORDS = 10  # as many as a summary has
-_WORD = re.compile(r"[a-z0-9]+")
 _HALF = re.compile(r"[\ud800-\udfff]")  # JSON may spell one half of a pair alone, at which tokenizers fail
-_KEPT = 0.8  # of the telling words of a summary: a title has most of them, not all
-_FREQUENT = (
-    "a an and are as at be by can do does for from given has have if in into is it its no not of on one or should "
-    "that the their them then there this to used using was when where which will with you your"
-)
-_NOT_TELLING = frozenset(_FREQUENT.split())
 
 
 class RecordError(ValueError):
@@ -99,20 +92,23 @@ class JsonLines(Dataset[tuple[str, str]]):
             raise self._error(index, "half a character (\\ud800 to \\udfff, alone), which no encoding has")
         return document, summary
 
-    def sizes(self, longest: int) -> NDArray[np.int64]:
-        """Return how long each record is, in characters of its document and of its summary, which go with its tokens.
+    def sizes(self, longest: int) -> tuple[NDArray[np.int64], list[str]]:
+        """Return how long each record is, and why some cannot be used.
+
+        Sizes are in characters of the document and of the summary, which go with their tokens.
 
         Args:
             longest: Characters that a document counts at most: what is cut off takes no time.
         """
-        sizes = np.zeros(len(self), dtype=np.int64)
+        sizes, troubles = np.zeros(len(self), dtype=np.int64), []
         for index in range(len(self)):
             try:
                 document, summary = self[index]
-            except RecordError:
+            except RecordError as error:
+                troubles.append(str(error))
                 continue  # the loader sets it aside when its turn comes
             sizes[index] = min(len(document), longest) + len(summary)
-        return sizes
+        return sizes, troubles
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker is sent: it opens the file itself."""
@@ -168,9 +164,6 @@ class TokenizedRecords(Dataset[dict[str, list[int]]]):
         copied: Share of the times that a record is read in which its target is how its document begins, which then
             has ``<mask_1>`` before it. It is PEGASUS's pre-training by gap sentences (arXiv 1912.08777), the leading
             ones, left in the text: that teaches to copy, which summaries alone do slowly.
-        hinted: Share of the times that a record is read in which its title, the first line of the document, is made
-            of most of the telling words of its summary. So reading the title pays from the first step on, and is
-            learnt early. It is for training alone: a title from the summary gives away what is asked for.
     """
 
     def __init__(
@@ -181,12 +174,11 @@ class TokenizedRecords(Dataset[dict[str, list[int]]]):
         max_source_length: int,
         max_target_length: int,
         copied: float = 0.0,
-        hinted: float = 0.0,
     ) -> None:
         self._records = records
         self._tokenizer = tokenizer
         self._lengths = max_source_length, max_target_length
-        self._copied, self._hinted = copied, hinted
+        self._copied = copied
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -201,8 +193,6 @@ class TokenizedRecords(Dataset[dict[str, list[int]]]):
         document, summary = self._records[index]
         if self._copied and float(torch.rand(())) < self._copied:  # the loader seeds it by epoch and index
             document, summary = f"<mask_1> {document}", " ".join(document.split()[:_LEADING_WORDS])
-        elif self._hinted and float(torch.rand(())) < self._hinted:
-            document = _hint(document, summary)
         source = self._tokenizer(document, truncation=True, max_length=self._lengths[0])
         target = self._tokenizer(text_target=summary, truncation=True, max_length=self._lengths[1])
         return {
@@ -210,12 +200,3 @@ class TokenizedRecords(Dataset[dict[str, list[int]]]):
             "attention_mask": source["attention_mask"],
             "labels": target["input_ids"],
         }
-
-
-def _hint(document: str, summary: str) -> str:
-    """Return a document the first part of whose title, up to a comma, is made of words of its summary."""
-    telling = [word for word in _WORD.findall(summary.lower()) if word not in _NOT_TELLING]
-    kept = [word for word, drawn in zip(telling, torch.rand(len(telling)).tolist(), strict=True) if drawn < _KEPT]
-    title, _, body = document.partition("\n")
-    rest = title.partition(", ")[2]
-    return f"{', '.join(part for part in (' '.join(kept), rest) if part)}\n{body}"

@@ -8,7 +8,6 @@ Does not: make the corpus (see ``corpus``), read records (see ``records``) or bu
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from holdfast import Guard, Policy, advise_learning_rate
 from holdfast.core.durable import replace_file
-from recipes.options import read_options
+from recipes.options import insist_on_installed, read_options
 from recipes.pegasus.job import Job, PegasusOptions, make_job
 from recipes.pegasus.records import RecordError
 from recipes.pegasus.scoring import rouge
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options, policy = read_options(PegasusOptions, argv, policy_file=POLICY)
     others = _CHECKPOINTS["plain" if options.loop == "trainer" else "trainer"]
     with ending_clearly(ValueError):
-        _check_installed()
+        insist_on_installed("demo,integrations", "accelerate", "torchmetrics", "transformers")
         if any(options.run_dir.glob(others)):
             raise RecordError(
                 f"{options.run_dir} is a run of the other --loop.\nFix: give this one a --run-dir of its own."
@@ -46,15 +45,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
             return train_with_trainer(job, policy)
         return train(job, policy)
-
-
-def _check_installed() -> None:
-    """Ask for what is needed now, and not at the first evaluation."""
-    missing = [
-        name for name in ("accelerate", "torchmetrics", "transformers") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        raise ValueError(f"{', '.join(missing)}: not installed.\nFix: pip install 'torch-holdfast[integrations]'")
 
 
 def _show_bars_on_terminals_only() -> None:

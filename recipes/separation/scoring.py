@@ -48,7 +48,7 @@ def evaluate(
         estimates = model(mixture).float()
         ratios, order = best_order(estimates, sources)
         reached.append(float(ratios.mean()))
-        given.append(float(si_snr(mixture[:, None], sources).mean()))
+        given.append(float(si_snr(mixture[:, None].expand_as(sources), sources).mean()))
         if example is None:
             example = Example(
                 mixture=mixture[0].cpu(), sources=sources[0].cpu(), estimates=estimates[0, order[0]].cpu()
@@ -77,8 +77,9 @@ def _spectrogram(wave: torch.Tensor) -> torch.Tensor:
 
 
 def write_example(example: Example, folder: Path, sample_rate: int) -> None:
-    """Write a mixture and what was made of it as WAV files."""
+    """Write a mixture, its sources and what was made of them as WAV files; the last all equally loud."""
     write_wav(folder / "mixture.wav", example.mixture.numpy(), sample_rate)
-    for number, estimate in enumerate(example.estimates, start=1):
+    for number, (source, estimate) in enumerate(zip(example.sources, example.estimates, strict=True), start=1):
         loudest = float(estimate.abs().max().clamp(min=1e-8))
+        write_wav(folder / f"source_{number}.wav", source.numpy(), sample_rate)
         write_wav(folder / f"separated_{number}.wav", (estimate * (0.9 / loudest)).numpy(), sample_rate)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from holdfast import Loss
 from recipes.separation.model import ConvTasNet
-
-_EPSILON = 1e-8  # beside energies, so that silence has a ratio too
 
 
 def si_snr(estimate: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -17,14 +13,11 @@ def si_snr(estimate: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
     Args:
         estimate: Shape ``(..., samples)``.
-        source: What it should be, of a shape that broadcasts with it.
+        source: What it should be, of the same shape.
     """
-    estimate = estimate - estimate.mean(-1, keepdim=True)
-    source = source - source.mean(-1, keepdim=True)
-    scale = (estimate * source).sum(-1, keepdim=True) / (source.square().sum(-1, keepdim=True) + _EPSILON)
-    target = scale * source
-    noise = (estimate - target).square().sum(-1)
-    return 10 * torch.log10((target.square().sum(-1) + _EPSILON) / (noise + _EPSILON))
+    from torchmetrics.functional.audio import scale_invariant_signal_noise_ratio
+
+    return scale_invariant_signal_noise_ratio(estimate, source)
 
 
 def best_order(estimates: torch.Tensor, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,12 +30,10 @@ def best_order(estimates: torch.Tensor, sources: torch.Tensor) -> tuple[torch.Te
     Returns:
         Shapes ``(batch,)`` in dB, and ``(batch, sources)``: which estimate belongs to each source.
     """
-    ratios = si_snr(estimates[:, None], sources[:, :, None])  # (batch, source, estimate)
-    many = sources.shape[1]
-    orders = torch.tensor(list(itertools.permutations(range(many))), device=sources.device)
-    means = ratios[:, torch.arange(many, device=sources.device), orders].mean(-1)  # (batch, order)
-    best = means.max(1)
-    return best.values, orders[best.indices]
+    from torchmetrics.functional.audio import permutation_invariant_training
+
+    found: tuple[torch.Tensor, torch.Tensor] = permutation_invariant_training(estimates, sources, si_snr)
+    return found
 
 
 def separation_loss(

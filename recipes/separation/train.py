@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from holdfast import DataLoader, Guard, Policy
-from recipes.asr.corpus import CorpusError, insist_on_sample_rate
+from recipes.asr.corpus import CorpusError, insist_on_recordings
 from recipes.asr.settings import SpeechOptions, learning_rate_factor
 from recipes.asr.speech import Plan, make_corpus
-from recipes.options import insist_on_a_batch, read_options
+from recipes.options import insist_on_a_batch, insist_on_installed, read_options
 from recipes.separation.data import CutMixtures, MixedOnTheFly
 from recipes.separation.mixtures import make_mixtures, read_mixtures, read_speakers
 from recipes.separation.model import ConvTasNet
@@ -115,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options, policy = read_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
     device = find_device(options)
     with ending_clearly(CorpusError):
+        insist_on_installed("demo", "torchmetrics")
         loader, held_out = _loaders(options, device)
     with ending_clearly(CorpusError, options.run_dir):
         return _train(options, policy, device, loader, held_out)
@@ -135,6 +136,8 @@ def _loaders(options: Options, device: torch.device) -> tuple[DataLoader, DataLo
 def _train(
     options: Options, policy: Policy, device: torch.device, loader: DataLoader, held_out: DataLoader
 ) -> dict[str, Any]:
+    import torchmetrics.functional.audio  # noqa: F401 - takes seconds: not in the first step
+
     torch.manual_seed(options.seed)
     with making_the_model():
         model = ConvTasNet(
@@ -193,15 +196,15 @@ def _data(options: Options) -> tuple[MixedOnTheFly | CutMixtures, CutMixtures]:
     if options.held_out is None:
         raise CorpusError("no mixtures to test with\nFix: name some that training does not see: --held-out.")
     mixtures = read_mixtures(options.held_out)
-    insist_on_sample_rate([(each.path, *each.sources) for each in mixtures], rate, options.quarantine)
+    insist_on_recordings([(each.path, *each.sources) for each in mixtures], rate, options.quarantine)
     held_out = CutMixtures(mixtures, sample_rate=rate, samples=None)
     if options.data is not None:
         mixtures = read_mixtures(options.data)
-        insist_on_sample_rate([(each.path, *each.sources) for each in mixtures], rate, options.quarantine)
+        insist_on_recordings([(each.path, *each.sources) for each in mixtures], rate, options.quarantine)
         return CutMixtures(mixtures, sample_rate=rate, samples=samples), held_out
     assert options.speakers_dir is not None
     utterances = read_speakers(options.speakers_dir)
-    insist_on_sample_rate([(each.path,) for each in utterances], rate, options.quarantine)
+    insist_on_recordings([(each.path,) for each in utterances], rate, options.quarantine)
     return MixedOnTheFly(utterances, sample_rate=rate, samples=samples), held_out
 
 

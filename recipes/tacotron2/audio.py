@@ -16,9 +16,6 @@ from torch import Tensor
 
 from recipes.wav import SAMPLE_RATE
 
-# The mel scale of Slaney's Auditory Toolbox: linear up to 1000 Hz, then 27 steps for each factor of 6.4.
-_HZ_PER_MEL, _LINEAR_TO_HZ, _LOG_STEP = 200.0 / 3, 1000.0, np.log(6.4) / 27
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MelSettings:
@@ -47,25 +44,20 @@ class MelSettings:
 
 @functools.lru_cache(maxsize=8)
 def mel_filters(settings: MelSettings) -> Tensor:
-    """Return the triangles of the mel bands, each of area 1 in Hz; shape ``(n_mels, n_fft // 2 + 1)``."""
-    ends = _mel(np.array([settings.fmin, settings.fmax]))
-    corners = _hertz(np.linspace(ends[0], ends[1], settings.n_mels + 2))
-    frequencies = np.linspace(0, settings.sample_rate / 2, settings.n_fft // 2 + 1)
-    rising = (frequencies - corners[:-2, None]) / np.diff(corners)[:-1, None]
-    falling = (corners[2:, None] - frequencies) / np.diff(corners)[1:, None]
-    heights = 2 / (corners[2:] - corners[:-2])
-    filters = np.minimum(rising, falling).clip(min=0) * heights[:, None]
-    return torch.from_numpy(filters.astype(np.float32))
+    """Return the triangles of the mel bands, each of area 1 in Hz; shape ``(n_mels, n_fft // 2 + 1)``.
 
+    The mel scale is that of Slaney's Auditory Toolbox, linear up to 1000 Hz.
 
-def _mel(hertz: NDArray[np.float64]) -> NDArray[np.float64]:
-    bent = _LINEAR_TO_HZ / _HZ_PER_MEL + np.log(hertz.clip(min=_LINEAR_TO_HZ) / _LINEAR_TO_HZ) / _LOG_STEP
-    return np.where(hertz < _LINEAR_TO_HZ, hertz / _HZ_PER_MEL, bent)
+    Raises:
+        ImportError: transformers, whose filters these are, is not installed.
+    """
+    from transformers.audio_utils import mel_filter_bank
 
-
-def _hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
-    bend = _LINEAR_TO_HZ / _HZ_PER_MEL
-    return np.where(mel < bend, mel * _HZ_PER_MEL, _LINEAR_TO_HZ * np.exp(_LOG_STEP * (mel - bend)))
+    filters = mel_filter_bank(
+        settings.n_fft // 2 + 1, settings.n_mels, settings.fmin, settings.fmax, settings.sample_rate,
+        norm="slaney", mel_scale="slaney",
+    )  # fmt: skip
+    return torch.from_numpy(filters.T.astype(np.float32))
 
 
 def log_mel(wave: Tensor | NDArray[np.float32], settings: MelSettings = MelSettings()) -> Tensor:

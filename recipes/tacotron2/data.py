@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast import DataLoader, FeatureCache
+from holdfast import DataLoader
 from holdfast.loader.order.orders import LengthBucketed
-from recipes.tacotron2.audio import MelSettings, log_mel
+from recipes.features.cache import FeatureCache
+from recipes.tacotron2.audio import MelSettings, log_mel, mel_filters
 from recipes.tacotron2.folder import Row, SpeechFolder
 from recipes.tacotron2.text import numbers_of
 
@@ -57,6 +58,7 @@ def compute_features(folder: SpeechFolder, path: Path, settings: MelSettings) ->
     Raises:
         LoaderError: H620 if the file was made of something else, H621 to H625 if it cannot be had.
     """
+    mel_filters(settings)  # are kept, and workers that are forked have them
     workers = None if len(folder) >= _MANY else 0
     about = {"folder": folder.digest, **dataclasses.asdict(settings)}
     features = MelFeatures(settings=settings)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast import HoldfastError, Loss
-from recipes.options import RunOptions, insist_on_a_batch, read_options
+from recipes.options import RunOptions, insist_on_a_batch, insist_on_installed, insist_on_usable, read_options
 from recipes.tacotron2 import espeak
 from recipes.tacotron2.audio import MelSettings
 from recipes.tacotron2.data import Padded, Utterances, compute_features, divide, how_many_apart, make_loader
@@ -184,9 +184,11 @@ def _train(
 def _utterances(options: TacotronOptions, settings: MelSettings) -> tuple[Utterances, Utterances, int]:
     """Return what to train on, what is held out, and the frames of the longest utterance."""
     try:
+        insist_on_installed("demo,integrations", "transformers")
         folder = SpeechFolder(_folder(options), settings.sample_rate)
         for row in folder.unreadable:
             print(f"{row.trouble.partition(chr(10))[0]} The loader will set it aside.", file=sys.stderr)
+        insist_on_usable([row.trouble for row in folder.unreadable], len(folder), options.quarantine)
         _check_batch(options, len(folder))
         file = options.features or options.run_dir / "features.h5"
         file.parent.mkdir(parents=True, exist_ok=True)

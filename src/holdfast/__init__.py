@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from holdfast.guard.result import StepResult
     from holdfast.guard.splitting.two_pass import TwoPass
     from holdfast.learning.watch import watch
-    from holdfast.loader.features.cache import FeatureCache
     from holdfast.loader.loader import DataLoader
     from holdfast.numerics.learning_rate import advise_learning_rate
     from holdfast.numerics.loss import Loss
@@ -38,7 +37,6 @@ _HOMES = {
     "CheckpointError": "core.errors",
     "DataLoader": "loader.loader",
     "Event": "core.events.event",
-    "FeatureCache": "loader.features.cache",
     "Guard": "guard.guard",
     "HoldfastError": "core.errors",
     "LoaderError": "core.errors",
@@ -62,7 +60,6 @@ __all__ = [
     "CheckpointError",
     "DataLoader",
     "Event",
-    "FeatureCache",
     "Guard",
     "HoldfastError",
     "LoaderError",

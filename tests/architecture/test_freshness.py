@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def found(root: Path) -> list[str]:
     return [each.name for each in stale(root)]
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="digests are of the syntax tree as Python 3.11 has it")
 def test_no_figure_is_older_than_what_it_measures() -> None:
     """Every result file was made from its sources as they are, or says why their change cannot move it."""
     assert not [f"{each.name}: {each.why}" for each in stale()]

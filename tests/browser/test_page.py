@@ -122,6 +122,36 @@ def test_the_page_opens_offline_and_draws(browser, page, tmp_path):
     browser.set_window_size(1280, 1000)
 
 
+def test_buttons_change_the_curves(browser, page, tmp_path):
+    """The axis of the loss becomes logarithmic and linear again; smoothing keeps gaps and ends where it began."""
+    opened(browser, page, tmp_path / "page.html")
+    click = "document.getElementById(arguments[0]).click(); const at = document.getElementById('steps');"
+    axis, first = "return at.layout.yaxis.type", "return at.data.find(e => e.mode === 'lines').y.slice(0, 3)"
+    assert [browser.execute_script(click + axis, "scale") for _ in range(2)] == ["log", "linear"]
+    raw = browser.execute_script(f"const at = document.getElementById('steps'); {first}")
+    smooth = [browser.execute_script(click + first, "smoothing") for _ in range(4)]
+    assert smooth[0] == pytest.approx(
+        [raw[0], (0.6 * raw[0] + raw[1]) / 1.6, (0.36 * raw[0] + 0.6 * raw[1] + raw[2]) / 1.96]
+    )
+    assert smooth[3] == raw
+    assert browser.execute_script("return document.getElementById('smoothing').textContent") == "smoothing: off"
+    assert said(browser) == []
+
+
+def test_a_narrow_page_shows_all(browser, page, tmp_path):
+    """At 400 pixels nothing is wider than the page, and the legend of the timeline is below its dates."""
+    browser.set_window_size(400, 1000)
+    try:
+        opened(browser, page, tmp_path / "page.html")
+        wide = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        assert browser.execute_script(wide)
+        place = "const box = (what) => document.querySelector('#timeline ' + what).getBoundingClientRect();"
+        assert browser.execute_script(place + "return box('.legend').top >= box('.xtick').bottom")
+        assert browser.execute_script(place + "return box('.main-svg').bottom >= box('.legend').bottom")
+    finally:
+        browser.set_window_size(1280, 1000)
+
+
 def test_images_of_the_run_are_shown_under_the_policy_of_the_page(browser, tmp_path):
     """Each is drawn from the page itself, enlarged, and nothing is asked for."""
     run = make_run(tmp_path / "run")

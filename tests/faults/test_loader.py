@@ -564,57 +564,6 @@ def test_losses_leak_neither_descriptors_nor_threads() -> None:
     batches.close()  # type: ignore[attr-defined] # it is a generator
 
 
-# --- resume -----------------------------------------------------------------------------------------------------
-
-
-def _bits(batches: list[Any]) -> list[tuple[int, str]]:
-    """Return each sample's index and the bits of its augmentation."""
-    return [(int(index), digest(noise)) for batch in batches for index, noise in zip(batch[0], batch[1], strict=True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_resume_at_every_batch_with_other_workers_and_batch_sizes(workers: int) -> None:
-    """Whatever changes at a restart, each sample of the epoch comes once, with the same augmentation."""
-    dataset = Damaged("raises", set())
-    expected = _bits(list(_loader(dataset)))
-    assert sorted(index for index, _ in expected) == list(range(_LENGTH))
-    for cut in range(7):
-        new_workers, new_size = [(0, 5), (1, 4), (2, 3)][
-            (cut + workers) % 3
-        ]  # each with each cut, in one of the cases
-        stopped = _loader(dataset, num_workers=workers)
-        batches = iter(stopped)
-        found = _bits(list(itertools.islice(batches, cut)))
-        resumed = _loader(dataset, num_workers=new_workers, batch_size=new_size, worker_init_fn=torch.manual_seed)
-        resumed.load_state_dict(stopped.state_dict())
-        batches.close()  # type: ignore[attr-defined] # it is a generator
-        if cut < 6:
-            found += _bits(list(resumed))
-        assert found == expected
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_resume_with_another_number_of_ranks(world_size: int) -> None:
-    """Each sample comes once over all ranks, also if the run went on with more or fewer of them."""
-    dataset = Damaged("raises", set())
-    expected = dict(_bits(list(_loader(dataset))))
-    for new_world_size in (1, 2, 4):
-        found = []
-        states = []
-        for rank in range(world_size):
-            loader = _loader(dataset, rank=rank, world_size=world_size, batch_size=2)
-            found += _bits(list(itertools.islice(loader, 2)))
-            states.append(loader.state_dict())
-        assert states[0] == states[-1], "the position is that of all ranks"
-        for rank in range(new_world_size):
-            loader = _loader(dataset, rank=rank, world_size=new_world_size, batch_size=3)
-            loader.load_state_dict(states[0])
-            found += _bits(list(loader))
-        assert dict(found) == expected
-        assert len(found) - _LENGTH < new_world_size, "only a last step that is short gives ranks samples twice"
-
-
 class DiesEarly:
     """Samples of which one ends its worker as soon as it is read."""
 

@@ -16,8 +16,6 @@ from tests.faults.small_run import guard_in, same, train
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast.checkpoint.newest import newest_good
-from holdfast.checkpoint.seal import begin, seal
 from holdfast.checkpoint.store import Store
 from holdfast.cli.main import make_app
 
@@ -162,28 +160,6 @@ def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: Fault, tm
     assert [event.global_step for event in failed] == [4]
     assert os.strerror(errno.ESTALE) in failed[0].data["error"]
     assert [entry.global_step for entry in Store(tmp_path / "checkpoints").entries()] == [6, 2, 0]
-
-
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_checkpoints_of_frameworks_keep_their_names_too(kind: str, fault: Fault, tmp_path: Path) -> None:
-    """The search ends with H307 instead of going back behind one that may be whole; lost bytes are damage."""
-    found, refused = [], []
-    for number in (2, 1):
-        found.append(tmp_path / f"checkpoint-{number}")
-        if kind == "folder":
-            begin(found[-1])
-        weights = found[-1] / "weights.bin" if kind == "folder" else found[-1]
-        weights.write_bytes(b"\0" * 100)
-        seal(found[-1], global_step=number, unix_seconds=1.0)
-    fault |= {"name": "weights.bin" if kind == "folder" else "checkpoint-2", "within": "checkpoint-2"}
-    with pytest.raises(holdfast.RunDirectoryError, match="H307"):
-        newest_good(found, lambda path, _: refused.append(path))
-    assert refused == []
-    fault["number"] = errno.EIO
-    assert newest_good(found, lambda path, _: refused.append(path)) == found[1]
-    assert refused == [found[0]]
-    fault["name"] = None
-    assert newest_good(found, lambda path, _: refused.append(path)) == found[0]
 
 
 def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_damage(trained: Trained, tmp_path: Path) -> None:

@@ -42,8 +42,7 @@ assert not found, found
 def test_the_simulator_asks_for_the_same_segments(allowed: int) -> None:
     """What torch's allocator asked of the driver in a training run is what the simulator asks for, in its order."""
     command = [sys.executable, "-c", RECORDING, str(allowed)]
-    environment = os.environ | {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | settings
     subprocess.run(command, check=True, timeout=180, env=environment)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.marks import NEEDS_CUDA
+from tests.gpu.marks import NEEDS_CUDA, waits
 from torch import nn
 
 import holdfast
@@ -39,38 +39,6 @@ def loss_of(model: nn.Module) -> Any:
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
-
-def test_a_guarded_step_is_the_bare_step(tmp_path) -> None:
-    """On deterministic kernels weights after ten guarded steps equal those of the bare loop, bit for bit."""
-    bare, parts = make(), make()
-    torch.manual_seed(3)
-    for _ in range(10):
-        bare["optimizer"].zero_grad()
-        loss_of(bare["model"])(torch.randn(64, 512, device="cuda")).backward()
-        torch.nn.utils.clip_grad_norm_(bare["model"].parameters(), 1.0)
-        bare["optimizer"].step()
-    torch.manual_seed(3)
-    with holdfast.Guard(tmp_path, max_grad_norm=1.0, **parts) as guard:
-        for _ in range(10):
-            guard.step(torch.randn(64, 512, device="cuda"), loss_of(parts["model"]))
-    assert equal(bare["model"], parts["model"])
-
-
-def test_resume_brings_the_random_state_of_the_device_back(tmp_path) -> None:
-    """A run that was stopped and resumed ends with the weights of the one that was not."""
-
-    def run(run_dir: Any, *stops: int) -> nn.Module:
-        for stop in stops:
-            parts = make()
-            torch.manual_seed(5)
-            data = [torch.randn(32, 512, generator=torch.Generator().manual_seed(n)) for n in range(6)]
-            guard = holdfast.Guard(run_dir, loader=data, save_interval_steps=4, **parts)
-            for batch in guard.batches(max_steps=stop):
-                guard.step(batch.cuda(), loss_of(parts["model"]))
-        return parts["model"]
-
-    assert equal(run(tmp_path / "a", 12), run(tmp_path / "b", 7, 12))
 
 
 @pytest.mark.usefixtures("small_memory")
@@ -110,12 +78,8 @@ def test_a_step_reads_the_device_once(tmp_path, diagnose) -> None:
         guard.step(x, loss_of(parts["model"]))
     while observer is not None and observer.due():
         guard.step(x, loss_of(parts["model"]))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        guard.step(x, loss_of(parts["model"]))
-    syncs = [event for event in profile.events() if event.name == "aten::_local_scalar_dense" or "item" in event.name]
-    copies = [event for event in profile.events() if event.name == "cudaStreamSynchronize"]
-    assert len(copies) <= 1, [event.name for event in copies]
-    assert not syncs
+    assert waits(lambda: x.sum().item()) == 1
+    assert waits(lambda: guard.step(x, loss_of(parts["model"]))) <= 1
 
 
 def test_the_origin_of_a_nan_is_found_and_training_goes_on_without_it(tmp_path) -> None:

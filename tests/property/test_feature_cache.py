@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipes.features.cache import FeatureCache
+from recipes.features.items import decode, digest_of, encode
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.features.cache import FeatureCache
-from holdfast.loader.features.items import decode, digest_of, encode
 from holdfast.testing import flip_bit
 
 _FAST = settings(deadline=None, max_examples=60)

@@ -106,7 +106,7 @@ def test_no_regime_is_suspected_for_ever(pairs: list[Pair], rollbacks: list[tupl
     usual = [(7.0 * math.exp(chance.gauss(0, 0.1)), 5.0 * math.exp(chance.gauss(0, 0.1))) for _ in range(400)]
     levels = [level for level, _ in _run(detector, usual)]
     assert detector.is_calm()
-    assert set(levels[-200:]) <= {Level.CALM, Level.SOFT}
+    assert set(levels[-200:]) == {Level.CALM}
 
 
 @_SETTINGS

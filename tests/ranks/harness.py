@@ -38,9 +38,7 @@ class Ended:
         return f"exit {self.exit_code} after {self.seconds:.1f} s, {self.raised or self.returned}\n{self.output}"
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *given: Any, limit_seconds: float = 30.0, may_hang: bool = False
-) -> list[Ended]:
+def run_ranks(function: Callable[..., Any], world_size: int, *given: Any, limit_seconds: float = 30.0) -> list[Ended]:
     """Call a function of a module on each rank, as ``function(rank, *given)``; a rank that hangs fails the test."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "asked"), Path(folder, "ends")
@@ -54,7 +52,7 @@ def run_ranks(
             time.sleep(0.02)
         ends: list[Ended] = pickle.loads(answered.read_bytes())
     hung = {rank: end for rank, end in enumerate(ends) if end.exit_code is None}
-    assert may_hang or not hung, f"ranks hung: {hung}"
+    assert not hung, f"ranks hung: {hung}"
     return ends
 
 

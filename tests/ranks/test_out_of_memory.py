@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import random
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.ranks.harness import all_returned, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.guard.ranks import ranks, replicated
 from holdfast.guard.splitting.window import Window
 
 pytestmark = pytest.mark.slow
@@ -61,8 +59,19 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+def sharded(model, kind):
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    given = {"mp_policy": low} if kind == "bf16" else {}
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=kind != "kept", **given)
+    return fully_shard(model, **given)
+
+
 def made(kind):
     torch.manual_seed(0)
+    if kind in SHARDED:
+        model = sharded(Net(kind), kind)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
     unused = {"find_unused_parameters": True}
     given = {"unused": unused, "ragged": unused, "views": {"gradient_as_bucket_view": True},
              "static": {"static_graph": True}}.get(kind, {})  # fmt: skip
@@ -94,20 +103,22 @@ def trained(rank, run, kind, plan, sizes=(8,) * STEPS, policy=None):
             )
             if fails == "early":
                 too_much()
-            noise = torch.rand(()) if policy == EXACT else 0.0  # drawn again in each attempt
+            noise = 0.0 if policy == SPLITS else torch.rand(())  # drawn again in each attempt
             out = model(part, fails, skips=kind in ("unused", "ragged") and step % 2 == rank)
             if kind == "views":
                 out = out + model(part.flip(0))  # with buffers that the first call has changed
-            return out.square().mean() * (1 + noise)
+            return out.float().square().mean() * (1 + noise)
 
         result = guard.step(Window(batch.chunk(2)) if kind == "window" else batch, loss_fn)
         attempts.append(result.attempts)
         parts.append(result.micro_batch_size)
     state = [value for each in optimizer.state.values() for value in each.values()]
-    return [*model.state_dict().values(), *state, torch.get_rng_state()], attempts, parts
+    found = [getattr(each, "to_local", lambda each=each: each)() for each in [*model.state_dict().values(), *state]]
+    return [*(each.detach().clone() for each in found), torch.get_rng_state()], attempts, parts
 
 
-EXACT = {"recompute": False, "check_split": False}
+EXACT, SPLITS = {"recompute": False, "check_split": False}, {"recompute": False}
+SHARDED = ["resharded", "kept", "bf16"]
 # The first two with buffers, the second called twice.
 KINDS = ["unused", "views", "hook", "window", "static"]
 PLANS = {
@@ -127,17 +138,22 @@ def undisturbed_and(rank, run, kind, plans, policy=None, sizes=(8,) * STEPS):
     return [trained(rank, f"{run}/{n}", kind, plan, sizes, policy) for n, plan in enumerate(runs)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def check(ends, plans, *, counts=True):
+    for (undisturbed, _, sizes), *disturbed in all_returned(ends):
+        for plan, (found, attempts, _) in zip(plans, disturbed, strict=True):
+            failed = [max((key[2] + 1 for key in plan if key[0] == step), default=0) for step in range(len(sizes))]
+            assert not counts or attempts == [1 + failures for failures in failed]
+            assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True)), (plan, attempts)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SHARDED])
 def test_a_step_is_made_again_by_all_ranks_bit_for_bit(tmp_path, kind):
     """Wherever memory was short: no rank waits for ever, and nobody sees a gradient of half a step."""
     later = int(kind == "static")  # of its first attempt torch keeps what it has seen of the graph
     plans = [{(step + later, *place): where for (step, *place), where in plan.items()} for plan in PLANS.values()]
-    for (undisturbed, _, _), *disturbed in all_returned(run_ranks(undisturbed_and, 2, tmp_path, kind, plans, EXACT)):
-        for plan, (found, attempts, _) in zip(plans, disturbed, strict=True):
-            failed_at = [max((key[2] + 1 for key in plan if key[0] == step), default=0) for step in range(STEPS)]
-            if kind != "window":  # of two batches: a second call need not be a second attempt
-                assert attempts == [1 + failures for failures in failed_at]
-            assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True)), (plan, attempts)
+    plans = plans[-2 if kind in ("kept", "bf16") else 0 :]
+    ends = run_ranks(undisturbed_and, 2, tmp_path, kind, plans, None if kind in SHARDED else EXACT)
+    check(ends, plans, counts=kind != "window")  # of two batches: a second call need not be a second attempt
 
 
 def test_a_static_graph_that_torch_has_half_learned_ends_all(tmp_path):
@@ -146,14 +162,12 @@ def test_a_static_graph_that_torch_has_half_learned_ends_all(tmp_path):
         assert "torch was learning the static graph" in end.output, end
 
 
-def test_all_of_three_ranks_can_be_short_at_once(tmp_path):
-    """Each pays what it owes, which is not the same on each."""
-    plan = {(step, rank, 0): ("backward", rank + 1) for step in (0, 1, 3) for rank in range(3)}
-    for (undisturbed, _, _), (found, attempts, _) in all_returned(
-        run_ranks(undisturbed_and, 3, tmp_path, "buffers", [plan], EXACT)
-    ):
-        assert attempts == [2, 2, 1, 2, 1, 1]
-        assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True))
+@pytest.mark.parametrize(("kind", "ranks"), [("buffers", 3), ("resharded", 2), ("resharded", 3)])
+def test_all_ranks_can_be_short_at_once(tmp_path, kind, ranks):
+    """Each pays what it owes, which is not the same on each, or follows those that come further."""
+    plan = {(step, rank, 0): ("backward", rank + 1) for step in (0, 1, 3) for rank in range(ranks)}
+    policy = None if kind in SHARDED else EXACT
+    check(run_ranks(undisturbed_and, ranks, tmp_path, kind, [plan], policy), [plan])
 
 
 def too_large(where, ranks, most, since=0):
@@ -178,7 +192,7 @@ def _too_large(where, ranks, most, since, step, rank, _call, samples):
 )
 def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes, since, who):
     """One that splits works alone and pays with its own gradients: the sum is that of whole batches, to rounding."""
-    plans, policy = [too_large(("backward", 2), who, 4, since)], {"recompute": False}
+    plans, policy = [too_large(("backward", 2), who, 4, since)], SPLITS
     ends = all_returned(run_ranks(undisturbed_and, 3, tmp_path, kind, plans, policy, sizes, limit_seconds=60.0))
     for rank, ((undisturbed, _, whole), (found, _, parts)) in enumerate(ends):
         assert whole == [*sizes]
@@ -195,35 +209,13 @@ def any_plan(seed):
     return {(step, rank, 0): chance.choice(phases) for step in range(4) for rank in (0, 1) if chance.random() < 0.4}
 
 
-def test_failures_at_random_places_leave_no_trace(tmp_path):
-    """Twelve runs on two ranks, each with failures at other steps, ranks and phases."""
-    plans = [any_plan(seed) for seed in range(12)]
-    for (undisturbed, _, _), *disturbed in all_returned(
-        run_ranks(undisturbed_and, 2, tmp_path, "buffers", plans, EXACT, (8,) * 4, limit_seconds=120.0)
-    ):
-        for plan, (found, _, _) in zip(plans, disturbed, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True)), plan
-
-
-def with_a_twin(rank, run, twin):
-    if twin == "pays zeros":
-        replicated.math = SimpleNamespace(nan=0.0, inf=math.inf)
-    if twin == "skips the vote":
-        ranks.Ranks.accepts = lambda self, _: self._model.end() or True
-        ranks.Ranks._forget = lambda self: self._model.reset()
-        ranks.Messages.exchange = lambda self, topic, value: [value, value]
-    try:
-        (undisturbed, _, _), (found, _, _) = undisturbed_and(rank, run, "plain", [PLANS["backward"]], EXACT)
-    except holdfast.HoldfastError:
-        return False
-    return all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True))
-
-
-@pytest.mark.parametrize("twin", ["pays zeros", "skips the vote"])
-def test_a_broken_twin_is_caught(tmp_path, twin):
-    """The comparison above fails where a rank pays with zeros, or where nobody asks the others."""
-    ends = run_ranks(with_a_twin, 2, tmp_path, twin, limit_seconds=8.0, may_hang=True)
-    assert not all(end.returned for end in ends), ends
+@pytest.mark.parametrize(
+    ("kind", "sizes", "policy"), [("buffers", (8,) * 4, EXACT), ("kept", (8, 5, 8, 3, 7, 1), None)]
+)
+def test_failures_at_random_places_leave_no_trace(tmp_path, kind, sizes, policy):
+    """Ten runs on two ranks, each with failures at other steps, ranks and phases."""
+    plans = [any_plan(seed) for seed in range(10)]
+    check(run_ranks(undisturbed_and, 2, tmp_path, kind, plans, policy, sizes, limit_seconds=120.0), plans)
 
 
 def compares_samples(rank, run, most):
@@ -317,3 +309,42 @@ def test_an_optimizer_that_fails_half_way_on_all_ranks_ends_them(tmp_path):
     """There is no whole state to take; the checkpoint of before is there."""
     for end in run_ranks(short_in_the_optimizer, 2, tmp_path, [(2, 0), (2, 1)], limit_seconds=20.0):
         assert "H402" in (end.raised or ""), end
+
+
+def recomputed(rank, run, failures):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seeds = (torch.Generator().manual_seed(9 * n + rank) for n in range(STEPS))
+    loader = [torch.randn(1024, WIDTH, generator=seed) for seed in seeds]
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=None)
+    attempts = []
+    for step, batch in enumerate(guard.batches(max_epochs=1)):
+        calls = iter(range(100))
+
+        def loss_fn(part, step=step, calls=calls):
+            output = model(part)
+            if rank == 1 and step == 2 and next(calls) < failures:
+                too_much()
+            return output.square().mean()
+
+        attempts.append(guard.step(batch, loss_fn).attempts)
+    kinds = [event.kind for event in guard.events()]
+    return [p.to_local().detach().clone() for p in model.parameters()], attempts, kinds, guard.statistics().recompute
+
+
+def test_what_is_short_again_is_recomputed_by_all(tmp_path):
+    """One plan holds for all ranks, so that they gather the same weights in the same order."""
+    whole = all_returned(run_ranks(recomputed, 2, tmp_path / "a", 0))
+    found = all_returned(run_ranks(recomputed, 2, tmp_path / "b", 2))
+    for rank, ((undisturbed, _, _, _), (state, attempts, kinds, recomputes)) in enumerate(
+        zip(whole, found, strict=True)
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(undisturbed, state, strict=True))
+        assert attempts == [1, 1, 3, 1, 1, 1]
+        assert recomputes
+        assert ("recompute" in kinds) == (rank == 1)

@@ -227,6 +227,18 @@ def test_pictures_of_several_sizes_are_refused_at_once(part, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_more_unreadable_pictures_than_may_be_quarantined_are_refused_at_once(tmp_path, capsys):
+    """Their headers tell it, so that no run begins that cannot end."""
+    for part in ("train", "test"):
+        of_sizes(tmp_path / part, {8: 12})
+    for path in sorted(tmp_path.glob("train/*/*.png"))[:2]:
+        path.write_bytes(b"no picture")
+    assert Ended(tmp_path / "run", tmp_path, "--batch-size", 4).code == 2
+    told = capsys.readouterr().err
+    assert f"2 of 12 samples cannot be used, such as: {tmp_path / 'train/cat/00.png'} cannot be read\nLimit: " in told
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("kind", ["png", "jpg", "bmp", "gif"])
 def test_a_damaged_picture_is_read_or_refused_and_nothing_else(kind, tmp_path):
     """With any byte changed or the end cut off, whatever Pillow raises is a ValueError, which sets it aside."""

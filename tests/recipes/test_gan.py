@@ -20,7 +20,7 @@ from recipes.classifier.images import find_source, write_idx
 from recipes.gan import forecast
 from recipes.gan.data import Images
 from recipes.gan.players import Players, play
-from recipes.gan.quality import frechet_distance
+from recipes.gan.quality import Judge
 from recipes.gan.train import POLICY, GanOptions, main, make_job, train
 from recipes.training import digest
 from tests.own_process import in_own_process
@@ -139,14 +139,20 @@ def test_images_are_padded_to_a_power_of_two_and_carry_their_noise(tmp_path):
         other[0]
 
 
-def test_the_frechet_distance_is_that_of_two_normal_distributions():
-    """It is known in closed form where the covariances commute, and does not depend on the order."""
-    turn, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))
-    one, two = turn @ np.diag([1.0, 4.0, 9.0]) @ turn.T, turn @ np.diag([4.0, 4.0, 0.0]) @ turn.T
-    mean = np.array([1.0, 2.0, 3.0])
-    assert frechet_distance(mean, one, mean, one) == pytest.approx(0.0, abs=1e-9)
-    assert frechet_distance(mean, one, mean + 2, two) == pytest.approx(3 * 4 + 1 + 0 + 9)
-    assert frechet_distance(mean + 2, two, mean, one) == pytest.approx(3 * 4 + 1 + 0 + 9)
+@pytest.mark.slow  # torchmetrics takes seconds to import
+def test_the_distance_is_that_of_the_features_moments():
+    """It is 0 to the real images, one after the other measured, and else what the closed form gives."""
+    chance = torch.Generator().manual_seed(0)
+    real, other = (torch.randn(400, 1, 4, 4, generator=chance) * scale for scale in (1.0, 2.0))
+    judge = Judge(real, torch.arange(400) % 3)
+    first = judge.measure(other)
+    assert judge.measure(real).frechet == pytest.approx(0.0, abs=1e-3)
+    assert judge.measure(other) == first
+    features = [judge._features(images).double().numpy() for images in (real, other)]
+    (mean, spread), (mean_other, spread_other) = ((each.mean(axis=0), np.cov(each.T)) for each in features)
+    root = np.sqrt(np.linalg.eigvals(spread @ spread_other).astype(complex)).real.sum()
+    expected = ((mean - mean_other) ** 2).sum() + np.trace(spread + spread_other) - 2 * root
+    assert first.frechet == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow

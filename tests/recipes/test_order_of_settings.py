@@ -146,20 +146,6 @@ def test_a_variable_that_contradicts_a_framework_is_an_error(name, value, host, 
     assert caught.value.rule == "H109"
 
 
-@pytest.mark.parametrize("entrance", [each for each in ENTRANCES if each != "--config"])
-def test_a_name_that_is_no_field_is_an_error_at_every_entrance(entrance, tmp_path, monkeypatch, capsys):
-    """H101 with the nearest name, whether the name stands in a file or in a variable."""
-    for place in ("file", "variable"):
-        if place == "variable":
-            monkeypatch.setenv("HOLDFAST_MAX_GRAD_NROM", "1")
-        file = {"max_grad_norm": 3.0, **({"max_grad_nrom": 3.0} if place == "file" else {})}
-        with pytest.raises((holdfast.PolicyError, SystemExit)) as caught:
-            ENTRANCES[entrance](tmp_path, file, {})
-        said = str(caught.value) + capsys.readouterr().err
-        assert "H101" in said, place
-        assert "did you mean 'max_grad_norm'" in said, place
-
-
 @pytest.mark.parametrize(
     ("read", "expected"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 from recipes.pegasus.corpus import collect, records_in
 from recipes.pegasus.job import Job, PegasusOptions, make_job
 from recipes.pegasus.records import JsonLines, RecordError
-from recipes.pegasus.scoring import HeldOut, rouge
+from recipes.pegasus.scoring import HeldOut, rouge, summarise
 from recipes.pegasus.train import POLICY, main, train
 
 from holdfast import Policy
@@ -32,15 +33,16 @@ def scale(values, factor):
     """Multiply every value
     by a factor.
 
-    Parameters
+    It is the number that :func:`~things.scale` takes, in *any* order.
     ----------
-    values : the numbers that :func:`~things.scale` shall multiply, in *any* order
         >>> scale([1], 2)
+    Nothing else is
+    changed by it. Too short. It needs no memory. This is one sentence too many.
     """
     def inner():
         """Return a thing, from inside.
 
-        This one lies in a function and is found all the same, as it should be.
+        This one lies in a function. It is found all the same.
         """
 
 class Box:
@@ -54,10 +56,10 @@ class Box:
     def short(self):
         """Too short a body.
 
-        Three words only.
+        One sentence beside it is not enough.
         """
 '''
-BODY = "Whatever is put into it stays there until somebody takes it out again."
+BODY = "Whatever is put into it stays there. Somebody takes it out again."
 
 
 def lines(path: Path, records: Sequence[Any]) -> Path:
@@ -80,15 +82,21 @@ def pairs(count: int) -> list[dict[str, str]]:
 
 
 def test_records_are_taken_from_the_text_of_a_module() -> None:
-    """A docstring's first paragraph is the summary, its rest the document, both without markup, wherever it lies."""
+    """A docstring's first sentence is the summary, the document has it among others, without markup, in any place."""
     found = list(records_in(MODULE.format(body=BODY), "things"))
     assert [(record["name"], record["summary"]) for record in found] == [
         ("things.scale", "Multiply every value by a factor."),
         ("things.Box", "Hold one thing at a time."),
         ("things.scale.inner", "Return a thing, from inside."),
     ]
-    assert found[0]["document"] == "Parameters\nvalues : the numbers that things.scale shall multiply, in any order"
-    assert found[1]["document"] == BODY
+    assert sorted(re.split(r"(?<=[.]) ", found[0]["document"])) == [
+        "It is the number that things.scale takes, in any order.",
+        "It needs no memory.",
+        "Multiply every value by a factor.",
+        "Nothing else is changed by it.",
+    ]
+    assert {record["document"].index(record["summary"]) for record in found} != {0}, "the answer is not always first"
+    assert all(set(record) == {"document", "summary", "name"} for record in found)
 
 
 def test_a_corpus_is_made_without_importing_and_holds_nothing_twice(
@@ -98,8 +106,8 @@ def test_a_corpus_is_made_without_importing_and_holds_nothing_twice(
     other = MODULE.replace("Hold one thing at a time", "Keep a single item").replace("scale", "grow")
     for package, text in (("made_first", MODULE), ("made_second", other)):
         (tmp_path / package / "tests").mkdir(parents=True)
-        (tmp_path / package / "__init__.py").write_text(text.format(body=BODY + package))
-        (tmp_path / package / "again.py").write_text(text.format(body=BODY + package))
+        (tmp_path / package / "__init__.py").write_text(text.format(body=f"{BODY} It is {package}."))
+        (tmp_path / package / "again.py").write_text(text.format(body=f"{BODY} It is {package}."))
         (tmp_path / package / "tests" / "more.py").write_text(text.format(body="In a test: " + BODY))
         (tmp_path / package / "template.py").write_text("def {{ name }}(:\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -250,18 +258,40 @@ def test_a_trainer_that_is_started_again_ends_where_it_would_have(tmp_path: Path
 
 @pytest.mark.slow
 def test_an_error_in_the_trainer_leaves_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Samples that cannot be used, beyond what --quarantine allows, end it with the reason, a page and code 1."""
-    rows: list[Any] = pairs(64)
-    rows[5], rows[9] = {"document": "Nobody has summarised this."}, {"summary": "Of nothing."}
-    options = tiny(tmp_path, "run", loop="trainer", max_steps=9, train_file=lines(tmp_path / "bad.jsonl", rows))
+    """Records that are damaged while it trains, beyond --quarantine, end it with the reason, a page and code 1."""
+    from recipes.pegasus.trainer import train_with_trainer
+
+    options = tiny(tmp_path, "run", loop="trainer", max_steps=9)
+    job = make_job(options)
+    whole = options.train_file.read_bytes()
+    options.train_file.write_bytes(whole.replace(b'"summary": "Count', b'"summary": 7"ount', 2))
     with pytest.raises(SystemExit) as ended:
-        trained(options)
+        train_with_trainer(job, Policy.from_yaml(POLICY))
     assert ended.value.code == 1
     told = capsys.readouterr().err
     assert "[H612]" in told
     assert "What was found meanwhile: holdfast explain" in told
     assert "H612" in (options.run_dir / "report.html").read_text()
     assert json.loads((options.run_dir / "result.json").read_text())["stopped"]
+
+
+def test_records_beyond_the_quarantine_end_the_run_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is known to be unusable when the file is looked through is not found out step by step."""
+    rows: list[Any] = pairs(64)
+    rows[5], rows[9] = {"document": "Nobody has summarised this."}, {"summary": "Of nothing."}
+    files = {"train": lines(tmp_path / "bad.jsonl", rows), "validation": lines(tmp_path / "held.jsonl", pairs(8))}
+    arguments = [part for name, path in files.items() for part in (f"--{name}-file", str(path))]
+    arguments += ["--run-dir", str(tmp_path / "run"), "--vocab-size", "200", "--max-steps", "9"]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "2 of 64 samples cannot be used, such as: " in told
+    assert "bad.jsonl, record 5 at byte" in told
+    assert "Limit: --quarantine 0.001 sets 1 of these aside.\nFix: " in told
+    assert not (tmp_path / "run" / "events").exists()
 
 
 @pytest.mark.slow
@@ -289,6 +319,12 @@ def test_it_learns_what_it_is_shown_and_can_be_taken_elsewhere(tmp_path: Path) -
     assert figures["exchanged_rougeL"] < 80
     assert figures["copied_rougeL"] < 50
     assert figures["curve"][0]["held_out_loss"] > figures["curve"][1]["held_out_loss"]
+    beginnings, bodies = zip(*(each.split(". ") for each in job.held_out.documents), strict=True)
+    swapped = [f"{one}. {other}" for one, other in zip(beginnings, bodies[1:] + bodies[:1], strict=True)]
+    lengths = {"max_source_length": 24, "max_target_length": 12, "num_beams": 4}
+    written = summarise(job.model.eval(), job.tokenizer, swapped, **lengths)
+    expected = job.held_out.summaries[1:] + job.held_out.summaries[:1]
+    assert rouge(written, expected)["rougeL"] > 80, "it follows the body, whatever stands before it"
     again = make_job(tiny(tmp_path, "again", pretrained=options.run_dir / "model"))
     assert torch.equal(weights(again), weights(job))
     assert again.tokenizer("boxes.")["input_ids"] == job.tokenizer("boxes.")["input_ids"]
@@ -325,7 +361,7 @@ def test_the_forecast_is_about_the_published_model(monkeypatch: pytest.MonkeyPat
         (["--num-beams", "0"], "at least 1 is needed"),
         (["--max-target-length", "1"], "at least 2 is needed"),
         (["--vocab-size", "-1"], "at least 50 is needed"),
-        (["--hinted", "1.5"], "a share from 0 to 1 is needed"),
+        (["--copied", "1.5"], "a share from 0 to 1 is needed"),
         (["--learning-rate", "0"], "a number above 0 is needed"),
         (["--loop", "trainer", "--max-steps", "0"], "--loop trainer makes at least one step"),
         (["--pretrained", "nowhere", "--packages", "json", "--held-out-packages", "csv", "--batch-size", "4"],

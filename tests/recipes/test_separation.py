@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def run(run_dir: Path, *options: object) -> dict[str, Any]:
     return train.main([*SMALL, "--run-dir", str(run_dir), *map(str, options)])
 
 
+@pytest.mark.slow  # torchmetrics takes seconds to import
 def test_the_ratio_is_that_of_energies_whatever_the_scale():
     """An estimate with orthogonal noise of a hundredth of its energy has 20 dB, also scaled and shifted."""
     time = torch.arange(800, dtype=torch.float64) / 800
@@ -57,6 +59,7 @@ def test_the_ratio_is_that_of_energies_whatever_the_scale():
         assert float(si_snr(scale * (source + 0.1 * noise) + shift, source)) == pytest.approx(20.0, abs=1e-4)
 
 
+@pytest.mark.slow  # torchmetrics takes seconds to import
 def test_sources_are_found_in_whatever_order_they_come():
     """The best order of the estimates is found for each sample by itself."""
     sources = torch.randn(2, 2, 400)
@@ -75,6 +78,7 @@ def test_the_paper_s_sizes_have_the_paper_s_parameters():
     assert sum(each.numel() for each in model.parameters()) == expected
 
 
+@pytest.mark.slow  # torchmetrics takes seconds to import
 def test_the_threshold_takes_the_gradient_of_what_is_separated_well():
     """A mixture whose loss is below the threshold moves nothing; the others move as without it."""
     model = tiny()
@@ -166,6 +170,21 @@ def test_recordings_of_another_sample_rate_end_before_there_is_a_run(option, mix
     assert not (tmp_path / "run").exists()
 
 
+def test_recordings_that_cannot_be_read_end_before_there_is_a_run(mixtures, speakers, tmp_path, capsys):
+    """More of them than may be quarantined are told by their headers, with the first of them and the way out."""
+    broken = tmp_path / "broken"
+    shutil.copytree(speakers, broken)
+    for path in sorted(broken.rglob("*.wav"))[:2]:
+        path.write_bytes(b"no sound")
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", "--speakers-dir", broken, "--held-out", mixtures)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"2 of 6 samples cannot be used, such as: {broken}" in told
+    assert "Limit: --quarantine 0.01 sets 1 of these aside.\nFix: " in told
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_it_learns_to_separate_voices_that_it_never_heard(tmp_path):
     """In 220 small steps mixtures of voices that were not trained on come apart by more than 2 dB."""
@@ -173,3 +192,6 @@ def test_it_learns_to_separate_voices_that_it_never_heard(tmp_path):
     options += ("--seconds", 0.4, "--batch-size", 4, "--learning-rate", 6e-3)
     result = run(tmp_path / "run", *options, "--max-steps", 220, "--eval-interval-steps", 220)
     assert result["figures"]["si_snr_improvement_db"] > 2.0
+    examples = {path.stem: read_wav(path, RATE) for path in (tmp_path / "run/examples").iterdir()}
+    assert set(examples) == {"mixture", "source_1", "source_2", "separated_1", "separated_2"}
+    assert np.allclose(examples["source_1"] + examples["source_2"], examples["mixture"], atol=1e-3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -257,21 +256,3 @@ def test_a_folder_that_cannot_be_used_ends_with_code_2(
         main(["--data", str(folder), "--run-dir", str(tmp_path / "run"), *TINY_RUN])
     assert "there is no" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.mark.slow
-def test_a_run_with_a_spoilt_file_goes_on_and_resumes_exactly(folder: Path, tmp_path: Path) -> None:
-    """A file that is no sound is quarantined; six steps and then six more end, bit for bit, where twelve end."""
-    (folder / "wavs" / "clip-4.wav").write_bytes(b"no sound at all")
-    features = ["--data", str(folder), "--features", str(tmp_path / "features.h5"), *TINY_RUN]
-    whole = in_own_process(main, [*features, "--run-dir", str(tmp_path / "whole"), "--max-steps", "8"])
-    main([*features, "--run-dir", str(tmp_path / "parts"), "--max-steps", "3"])
-    parts = main([*features, "--run-dir", str(tmp_path / "parts"), "--max-steps", "8", "--resume"])
-    assert parts["weights"] == whole["weights"]
-    aside = json.loads((tmp_path / "whole" / "quarantine.json").read_text())["samples"]
-    assert [("clip-4.wav is no WAV file" in each["evidence"]) for each in aside] == [True]
-    again = in_own_process(main, [*features, "--run-dir", str(tmp_path / "whole"), "--max-steps", "8"])
-    for figures in (whole["figures"], again["figures"]):  # in a process that has made no spectrogram, too
-        assert figures["inference_tensor_bytes_after"] == figures["inference_tensor_bytes_before"]
-    assert (tmp_path / "whole" / "samples" / "sentence.wav").stat().st_size > 1000
-    assert "alignment" in (tmp_path / "whole" / "report.html").read_text()

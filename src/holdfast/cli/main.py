@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     import typer
 
 COMMANDS = {
-    "run": "run:run", "watch": "views:watch", "explain": "explain:run", "report": "views:report",
-    "events": "events:run", "metrics": "views:metrics", "plan": "plan:run", "demo": "demo:run",
-    "checkpoints": "guard_directory:checkpoints", "quarantine": "guard_directory:quarantine",
+    "run": "run:run", "watch": "views:watch", "attach": "attach:run", "explain": "explain:run",
+    "report": "views:report", "events": "events:run", "metrics": "views:metrics", "plan": "plan:run",
+    "compare": "views:compare", "demo": "demo:run", "checkpoints": "guard_directory:checkpoints",
+    "quarantine": "guard_directory:quarantine", "doctor": "doctor:run",
 }  # fmt: skip
 """Of each command the module and the function."""
 _COMPLETING = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # in which a shell says what is typed so far

@@ -205,7 +205,6 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "traced": {
             precision: {
                 "route": found.route,
-                "weights": found.weights,
                 "parameters": found.parameters,
                 "trainable_parameters": found.trainable_parameters,
                 "host_bytes": found.host_bytes,

@@ -85,10 +85,6 @@ def _echo(text: str, stream: int) -> None:
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
     return {
-        "run": str(outcome.run),
-        "exit_code": outcome.status,
-        "attempts": outcome.attempts,
-        "seconds": round(outcome.seconds, 3),
-        "why_stopped": outcome.why,
-        "verdict": outcome.verdict.as_json(),
-    }
+        "run": str(outcome.run), "exit_code": outcome.status, "attempts": outcome.attempts,
+        "seconds": round(outcome.seconds, 3), "why_stopped": outcome.why, "verdict": outcome.verdict.as_json(),
+    }  # fmt: skip

@@ -17,15 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from holdfast.cli.output import CHECK_FAILED, Json, RunDirectory, console, failing_clearly, print_json, working
 from holdfast.core.clock import SystemClock
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError, RunDirectoryError
-from holdfast.core.text import as_json_value
+from holdfast.core.text import as_json_value, sanitise
 
 if TYPE_CHECKING:
     from holdfast.report.watching import Runs, Watched
+
+_MOST_COMPARED = 10  # colours
 
 
 def watch(
@@ -93,12 +98,7 @@ def report(
         with working("reading the run"):
             picture = gather(check_run(run_dir))
             data = render(picture).encode()
-        page = (out or picture.path / "report.html").absolute()
-        try:
-            replace_file(page, data)
-        except OSError as error:
-            why = f"the page cannot be written here ({error.strerror}); --out FILE takes another place"
-            raise OSError(error.errno, why, str(page)) from error
+        page = _write(out or picture.path / "report.html", data)
     if as_json:
         print_json({
             "page": str(page), "bytes": len(data), "processes": len(picture.processes), "curves": len(picture.lanes),
@@ -108,6 +108,48 @@ def report(
     typer.echo(f"wrote {page} ({len(data) / 2**20:.1f} MiB)")
     for problem in picture.problems:
         typer.echo(f"note: {problem}", err=True)
+
+
+def _write(path: Path, data: bytes) -> Path:
+    page = path.absolute()
+    try:
+        replace_file(page, data)
+    except OSError as error:
+        why = f"the page cannot be written here ({error.strerror}); --out FILE takes another place"
+        raise OSError(error.errno, why, str(page)) from error
+    return page
+
+
+def compare(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run directories.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("compare.html"),
+    as_json: Json = False,
+) -> None:
+    """Write one page with several runs side by side: curves over each other, what differs, and what came of each."""
+    with failing_clearly(as_json=as_json):
+        from holdfast.report.comparing import Comparison
+        from holdfast.report.gathering import gather
+        from holdfast.report.sources import check_run
+
+        paths = list(dict.fromkeys(check_run(each) for each in run_dirs))
+        if not 2 <= len(paths) <= _MOST_COMPARED:
+            what, limit = f"{len(paths)} of them to compare", f"2 to {_MOST_COMPARED} different runs fit on a page"
+            raise PolicyError(what, limit=limit, fix="pass runs/a runs/b; `holdfast report` shows one.", rule="H105")
+        with working(f"reading {len(paths)} runs"):
+            found = Comparison([gather(path) for path in paths])
+            data = found.page().encode()
+        page = _write(out, data)
+    if as_json:
+        print_json(as_json_value({"page": str(page), "bytes": len(data), **found.as_json()}))
+        return
+    for title, rows in (("", found.facts), ("what differs", found.differs)):
+        table = Table(title, box=box.SIMPLE_HEAD)
+        for name in found.names:
+            table.add_column(Text(sanitise(name, most=60)))
+        for name, values in rows.items():
+            table.add_row(*(Text(sanitise(each, most=200)) for each in (name, *values)))
+        console().print(table)
+    typer.echo(f"wrote {page} ({len(data) / 2**20:.1f} MiB)")
 
 
 def metrics(
@@ -133,11 +175,9 @@ def metrics(
         path = check_run(run_dir)
         if not wanted:
             raise PolicyError(
-                "no target for the metrics",
-                limit="somebody must be able to read them",
-                fix="pass one such as --tensorboard DIR or --jsonl -.",
-                rule="H743",
-            )
+                "no target for the metrics", limit="somebody must be able to read them",
+                fix="pass one such as --tensorboard DIR or --jsonl -.", rule="H743",
+            )  # fmt: skip
         sinks = open_sinks(wanted, path)
         stop = threading.Event()
         if follow_run:

@@ -6,6 +6,7 @@ Readers take the root of the file system, so that tests can give them the files 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,26 @@ def memory_available_bytes(root: Path = _ROOT) -> int | None:
                 if most < UNLIMITED_V1:
                     left.append(most - int((folder / usage).read_text()) + inactive.get(cache, 0))
     return max(0, min(left)) if left else None
+
+
+def cpu_quota(root: Path = _ROOT) -> float:
+    """Return how many processors this process may use at once: the least of affinity and every group's quota.
+
+    torch's own warning looks at the affinity only, and so misses the quota of ``docker --cpus``. The root of the file
+    system is passed by tests, which have the files of other machines.
+    """
+    return min([float(len(os.sched_getaffinity(0))), *_group_quotas(root)])
+
+
+def _group_quotas(root: Path) -> Iterator[float]:
+    for folder in group_folders(root, "cpu"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            quota, period = (folder / "cpu.max").read_text().split()
+            yield int(quota) / int(period)
+        with contextlib.suppress(OSError, ValueError):
+            quota_us = int((folder / "cpu.cfs_quota_us").read_text())
+            if quota_us > 0:  # -1 is no quota
+                yield quota_us / int((folder / "cpu.cfs_period_us").read_text())
 
 
 def group_folders(root: Path, controller: str) -> Iterator[Path]:

@@ -24,6 +24,8 @@ from holdfast.core.warned import ignoring
 
 _TIMEOUT_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
+is_copying = False
+"""Whether the fork under way is of such a copy: whoever records this process stays out of it."""
 _LENGTH = struct.Struct("=Q")  # sent ahead, since the end of a pipe may be held open by other forks of the caller
 
 
@@ -60,13 +62,17 @@ def in_a_copy_of_this_process(
         NoAnswer: With the reason, such as the exception that `run` has raised.
     """
     reading, writing = os.pipe()
+    global is_copying
     with ignoring(DeprecationWarning):  # Python 3.12 on forking with threads
         try:
+            is_copying = True
             child = os.fork()
         except OSError as error:
             os.close(reading)
             os.close(writing)
             raise NoAnswer(f"cannot fork ({error})") from error
+        finally:
+            is_copying = False
     if child == 0:
         _be_the_copy(run, writing)
     os.close(writing)

@@ -152,7 +152,7 @@ class _Attempt:
             if began <= event.unix_seconds < until
         ]
         marks = [mark for folder in guards if (mark := self._recordings.newest_step(folder)) is not None]
-        # A guard counts over restarts, an observed process from its own start.
+        # The process says the same, unless its optimizer is compiled, so that only its guard sees the steps.
         made = max((mark.global_step for mark in marks if began <= mark.unix_seconds < until), default=None)
         log = self._log()
         raised = [each for _, info in self._processes for each in of_exceptions(events_of[info.pid], info)]

@@ -214,11 +214,16 @@ class Cursor:
                 fix="call guard.step(batch, loss_fn) in the loop, or pass max_epochs.",
                 rule="H602",
             )
-        size = getattr(self._loader, "batch_size", None)
-        facts = self.batches, size if isinstance(size, int) else None
+        facts = self.batches, self.batch_size
         self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
         self._under_way = False
         return facts
+
+    @property
+    def batch_size(self) -> int | None:
+        """Return how many samples the loader puts into a batch, None if it does not say."""
+        size = getattr(self._loader, "batch_size", None)
+        return size if isinstance(size, int) else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: batches that are fetched but not trained do not count."""

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ from holdfast.core.raised import describe_exception, printable
 from holdfast.guard.stop import Interrupted
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
+from holdfast.recorder.run_files import write_settings
 from holdfast.recorder.scalars import Scalars
 
 _log = logging.getLogger("holdfast")
@@ -87,6 +88,10 @@ class RunRecord:
             ) from error
         for what in self._box.moved_aside:
             self.emit(run_events.RecordingMovedAside(what=what))
+
+    def describe(self, settings: Mapping[str, Any]) -> None:
+        """Keep what the run is set to; see `write_settings`."""
+        write_settings(self._directory, settings)
 
     def close(self, how: End | None = None) -> None:
         """End the recording with how the run ended; None: "finished", unless an error is on its way out."""

@@ -45,7 +45,6 @@ class OptimizerFacts:
     committed_steps: int = 0
     leaks: int = 0  # steps in a row to whose gradients those of the step before were added
     checked: int = 0  # steps in which gradients were seen to arrive
-    clean_starts: int = 0  # of these
     reversed: int = 0  # steps whose gradient was turned round after backward
     zeroed: int = 0
     scaled: float | None = None  # usual factor by which a gradient was scaled after backward
@@ -61,6 +60,7 @@ class ModelFacts:
     outside_count: int = 0
     outside_weights: int = 0
     outside_with_gradient: int = 0
+    outside_drawn: int = 0  # matrices among them that are as an initialiser draws them; 0 if one is not
     outside_changed: bool = False
     never_gradient: list[str] = field(default_factory=list)  # the first without a gradient in 10 steps
     never_gradient_count: int = 0

@@ -14,6 +14,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from holdfast.learning.facts import LayerFacts, ModelFacts
 from holdfast.learning.measures import spread_of
 
+_TELLING = 256  # weights from which on a distribution can be told
+
 
 class ModelObserver:
     """One model; `frozen` are shell patterns of the names of parameters that are meant not to learn."""
@@ -62,6 +64,7 @@ class ModelObserver:
         facts.outside_weights = sum(p.numel() for p in outside.values())
         facts.outside_with_gradient = sum(p.grad is not None for p in outside.values())
         facts.outside_changed = self._changed(outside)
+        facts.outside_drawn = self._drawn({k: p for k, p in outside.items() if p.dim() > 1})
         facts.never_gradient, facts.never_gradient_count = list(never)[:5], len(never)
         facts.never_gradient_weights = sum(p.numel() for p in never.values())
         facts.never_gradient_first = bool(never) and next(iter(never)) == learning[0][0]
@@ -95,6 +98,11 @@ class ModelObserver:
                 found.append(name)
         return found[:5]
 
+    def _drawn(self, matrices: Mapping[str, nn.Parameter]) -> int:
+        """Return how many matrices show that an initialiser drew them; 0 where one shows that none did."""
+        drawn = all(_as_drawn(p, self._start[k]) for k, p in matrices.items() if k in self._start)
+        return sum(p.numel() >= _TELLING for p in matrices.values()) if drawn else 0
+
     def _changed(self, names: Iterable[str]) -> bool:
         now = dict(self.named())
         return any(
@@ -111,8 +119,8 @@ def _as_drawn(weight: nn.Parameter, sample: Tensor) -> bool:
     """Return whether weights are distributed as initialisers draw them, which training blurs; few may be anything."""
     size, values = sample.numel(), sample.double()
     spread = float(values.std()) if size > 1 else 0.0
-    if size < 256 or spread == 0:
-        return size < 256
+    if size < _TELLING or spread == 0:
+        return size < _TELLING
     uniform = abs(float(values.abs().max()) / (math.sqrt(3) * spread) - 1) < 1.8 / math.sqrt(size) + 0.005
     usual = (1.0, 0.02, math.sqrt(2 / (weight.shape[0] * weight[0, 0].numel())))  # tables, transformers, convolutions
     bell = abs(float((values / spread).pow(4).mean()) - 3) < 5 * math.sqrt(24 / size)

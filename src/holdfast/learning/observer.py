@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.learning.eager_hooks import LOST, EagerHooks, Hook, remove_all
+from holdfast.learning.eager_hooks import LOST, EagerHooks, Hook
 from holdfast.learning.facts import Facts
 from holdfast.learning.finding import Finding
 from holdfast.learning.functions import FunctionMode, LossPlaces, unscaled
@@ -27,10 +27,9 @@ from holdfast.learning.inputs import InputObserver, fingerprint
 from holdfast.learning.layers import ActivationObserver, LayerObserver
 from holdfast.learning.measures import median
 from holdfast.learning.models import ModelObserver
-from holdfast.learning.optimizers import OptimizerObserver, SchedulerObserver, makes_state
+from holdfast.learning.optimizers import OptimizerObserver, SchedulerObserver
 from holdfast.learning.rules.judge import Findings, judge
 from holdfast.memory.oom import find_out_of_memory
-from holdfast.numerics.eager import is_symbolic
 
 _FIRST_WINDOW = 400
 """Steps after which a run is judged as a whole for the first time."""
@@ -90,8 +89,7 @@ class Observer:
         frozen: Shell patterns of names of parameters that are meant not to learn.
         ignore: Rules that shall be silent.
         compiled: Whether a model is compiled, so that only what the optimizers see is observed; see `EagerHooks`.
-        guided: Whether every pass of training is inside `begin_step`, each step of an optimizer between `before_step`
-            and `after_step`, and losses are given to `end_step`.
+        guided: Whether every pass of training is inside `begin_step`, and losses are given to `end_step`.
     """
 
     def __init__(
@@ -119,7 +117,6 @@ class Observer:
         self._layers, self._activations, self._losses = LayerObserver(names), ActivationObserver(), LossPlaces()
         self.mode = FunctionMode(self._losses, self._on_activation, self._on_backward, self._on_weight, self._on_draw)
         self.hooks = EagerHooks(self.mode, lost=compiled)
-        self._step_hooks: list[RemovableHandle] = []
         self._inside = False  # a model's own forward is running
         self._owned, self._strays = set[int](), set[int]()
         self._held, self._shapes = set[int](), set[torch.Size]()  # of what the optimizers hold
@@ -136,11 +133,8 @@ class Observer:
 
     def install(self) -> None:
         """Begin to observe, after making an observer or after `close`."""
-        for name, each in self._optimizers.items():
+        for each in self._optimizers.values():
             each.open()
-            if not self._guided:
-                self._step_hooks.append(each.optimizer.register_step_pre_hook(partial(self._on_step, name)))
-                self._step_hooks.append(each.optimizer.register_step_post_hook(partial(self._on_stepped, name)))
         if not self._guided:
             self.hooks.keep(self._hook_inputs())
 
@@ -279,17 +273,6 @@ class Observer:
                 del each.pending[:-64]
 
     # --- optimizer steps ------------------------------------------------------------------------------------
-
-    @_harmless
-    def _on_step(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not (is_symbolic() or makes_state(optimizer)):
-            # The arguments of step() as torch passes them on: the optimizer itself comes first.
-            self.before_step(name, closure=any(given is not None for given in (kwargs.get("closure"), *args[1:])))
-
-    @_harmless
-    def _on_stepped(self, name: str, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not (is_symbolic() or makes_state(optimizer)):
-            self.after_step(name)
 
     @_harmless
     def before_step(
@@ -449,6 +432,5 @@ class Observer:
     def close(self) -> None:
         """Remove all hooks; may be called again."""
         self.hooks.close()
-        remove_all(self._step_hooks)
         for each in self._optimizers.values():
             each.close()

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -92,7 +91,6 @@ class OptimizerObserver:
         facts = self.known
         facts.checked += 1
         facts.leaks = 0 if clean else facts.leaks + 1
-        facts.clean_starts += clean
         if factors:
             facts.reversed += all(factor < 0 for factor in factors)
             facts.zeroed += all(factor == 0 for factor in factors)
@@ -215,21 +213,6 @@ class AccumulationCheck:
     def close(self) -> None:
         """Remove the hooks."""
         remove_all(self._handles)
-
-
-def makes_state(optimizer: Optimizer) -> bool:
-    """Return whether a step of this optimizer only makes its state, as torch.distributed.checkpoint asks for it.
-
-    That is a step with a learning rate of 0 and gradients of 0. Cost: a host sync, but only where the rate is 0.
-    """
-    try:
-        if any(float(group.get("lr", 1.0)) != 0.0 for group in optimizer.param_groups):
-            return False
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            return bool(gradients) and not any(getattr(g, "_local_tensor", g).any() for g in gradients)
-    except Exception:  # noqa: BLE001 - whatever they are, they are not plain zeros
-        return False
 
 
 class SchedulerObserver:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +18,6 @@ from holdfast.core.policy.policy import Objective, Policy
 from holdfast.explain.rules import find_rule
 from holdfast.learning.finding import Finding
 from holdfast.learning.observer import Observer
-from holdfast.learning.optimizers import makes_state
 from holdfast.numerics.alignment import alignment_facts
 from holdfast.numerics.eager import as_written, is_symbolic
 
@@ -37,10 +37,9 @@ class Watch:
     def __enter__(self) -> Self:
         self._depth = torch._C._len_torch_function_stack()
         self._observer.install()
-        for optimizer in self._optimizers.values():
-            # Registered after the observer's own hooks, so they run after them.
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        for name, optimizer in self._optimizers.items():
+            self._hooks.append(optimizer.register_step_pre_hook(partial(self._before_step, name)))
+            self._hooks.append(optimizer.register_step_post_hook(partial(self._after_step, name)))
         self._look()
         return self
 
@@ -86,12 +85,18 @@ class Watch:
             if torch._C._len_torch_function_stack() == self._depth:
                 self._observer.hooks.enter_mode()
 
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not (is_symbolic() or self._observer.closure or makes_state(optimizer)):
+    def _before_step(self, name: str, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_symbolic():
+            return
+        # The arguments of step() as torch passes them on: the optimizer itself comes first.
+        closure = any(given is not None for given in (kwargs.get("closure"), *args[1:]))
+        self._observer.before_step(name, closure=closure)
+        if not self._observer.closure:
             self._observer.hooks.leave_mode()
 
-    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not (is_symbolic() or makes_state(optimizer)):
+    def _after_step(self, name: str, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not is_symbolic():
+            self._observer.after_step(name)
             self._observer.hooks.leave_mode()
             self._log(self._observer.end_step())
             self._look()

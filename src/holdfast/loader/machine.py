@@ -10,12 +10,11 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from holdfast.core.control_groups import group_folders
+from holdfast.core.control_groups import cpu_quota
 from holdfast.core.events.run_events import Preflight
 from holdfast.core.text import size
 from holdfast.loader.splitting import tensors_in
@@ -50,26 +49,6 @@ class Machine:
         free = here.shared_memory_free_bytes
         part = None if free is None else free // processes
         return replace(here, cpu_quota=here.cpu_quota / processes, shared_memory_free_bytes=part)
-
-
-def cpu_quota(root: Path = Path("/")) -> float:
-    """Return how many processors this process may use at once: the least of affinity and every group's quota.
-
-    torch's own warning looks at the affinity only, and so misses the quota of ``docker --cpus``. The root of the file
-    system is passed by tests, which have the files of other machines.
-    """
-    return min([float(len(os.sched_getaffinity(0))), *_group_quotas(root)])
-
-
-def _group_quotas(root: Path) -> Iterator[float]:
-    for folder in group_folders(root, "cpu"):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            quota, period = (folder / "cpu.max").read_text().split()
-            yield int(quota) / int(period)
-        with contextlib.suppress(OSError, ValueError):
-            quota_us = int((folder / "cpu.cfs_quota_us").read_text())
-            if quota_us > 0:  # -1 is no quota
-                yield quota_us / int((folder / "cpu.cfs_period_us").read_text())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

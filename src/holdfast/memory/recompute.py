@@ -24,9 +24,6 @@ from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, che
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.memory.oom import find_out_of_memory, is_sticky
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Autograd keeps their output, which the next layer keeps as its input, and nothing of their own.
-_KEEP_NO_MORE = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Identity, nn.Flatten)
 COMPILED = (
     "torch.compile is at work in this process, and a compiled graph keeps what it was compiled to keep; "
     "torch.utils.checkpoint in forward is compiled with it"
@@ -47,8 +44,8 @@ def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules that occur at least twice, of one class, under one parent, by name.
 
     Such as the layers of a transformer or the blocks of a residual network; also ``Sequential`` of the same layers
-    each, unless there are such blocks in them. Single layers (a convolution) do not count, nor a single layer with
-    its ReLU: their activations are their neighbours' inputs, and stay anyway.
+    each, unless there are such blocks in them. Single layers (a convolution) do not count: their activations are
+    their neighbours' inputs, and stay anyway.
     """
     found = {id(block): (name, block) for name, block in reversed(list(_search(model, "")))}
     return list(reversed(found.values()))  # a block that is shared counts once, under its first name
@@ -94,12 +91,10 @@ def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _kind(module: nn.Module) -> tuple[type, ...] | None:
     """Return what makes two modules blocks of one kind; None for one that is no block."""
-    if not isinstance(module, _CONTAINERS):
-        return (type(module),) if any(True for _ in module.children()) else None
-    layers = [part for part in module.modules() if not any(True for _ in part.children())]
-    keep_more = sum(not isinstance(layer, _KEEP_NO_MORE) for layer in layers) >= 2
-    is_block = isinstance(module, nn.Sequential) and keep_more and not any(_search(module, ""))
-    return tuple(type(part) for part in module.modules()) if is_block else None
+    if isinstance(module, nn.Sequential):
+        return None if any(_search(module, "")) else tuple(type(part) for part in module.modules())
+    is_block = not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(True for _ in module.children())
+    return (type(module),) if is_block else None
 
 
 class RecomputeDiffersError(CheckpointError):

@@ -104,9 +104,8 @@ def _summarise(
     if each.is_cpu and loss.is_cpu and not along:
         total_norm, loss_value, others = total.item(), loss.item(), [part.item() for part in parts] if parts else []
     else:  # in one sync
-        wide = torch.float64 if each.device.type != "mps" else torch.float32
-        values = (total, loss, *parts, *along)
-        total_norm, loss_value, *others = torch.stack([value.to(each.device, wide) for value in values]).tolist()
+        wide = [value.to(each.device, torch.float64) for value in (total, loss, *parts, *along)]
+        total_norm, loss_value, *others = torch.stack(wide).tolist()
     names = [group.name for group in groups] if parts else [groups[0].name]
     facts = GradientFacts(
         norms=dict(zip(names, others[: len(parts)] or [total_norm], strict=True)),
@@ -178,12 +177,10 @@ def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
 
 
 def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:
-    # No fp64 on Apple's GPUs: once, after a failure, on the CPU.
-    source = gradient.cpu() if gradient.device.type == "mps" else gradient
-    wide = torch.complex128 if source.is_complex() else torch.float64
-    norm: torch.Tensor = torch.linalg.vector_norm(source, dtype=wide)
+    wide = torch.complex128 if gradient.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
     if not torch.isfinite(norm):
-        largest = torch.linalg.vector_norm(source, math.inf, dtype=wide)
+        largest = torch.linalg.vector_norm(gradient, math.inf, dtype=wide)
         if torch.isfinite(largest):  # fp64 gradients whose squares overflow
-            norm = largest * torch.linalg.vector_norm(source / largest, dtype=wide)
+            norm = largest * torch.linalg.vector_norm(gradient / largest, dtype=wide)
     return norm

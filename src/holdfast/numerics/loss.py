@@ -60,10 +60,8 @@ class Terms:
 
     def read(self) -> tuple[list[float], list[float]]:
         """Return the means and the items as numbers. Cost: one host sync, or none on the CPU."""
-        device = self.means[0].device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        values = (*self.means, *self.items)
-        tensors = [value.detach().to(device, wide) for value in values if isinstance(value, torch.Tensor)]
+        device, values = self.means[0].device, (*self.means, *self.items)
+        tensors = [value.detach().to(device, torch.float64) for value in values if isinstance(value, torch.Tensor)]
         numbers = iter(torch.stack(tensors).tolist())
         read = [next(numbers) if isinstance(value, torch.Tensor) else float(value) for value in values]
         counts = read[len(self.means) :]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 _PLAIN = torch._C._disabled_torch_dispatch_impl
-_MOST_PLACES = 512  # elements that are told apart inside one storage; beyond, the region counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +46,6 @@ class Operand:
             parts.append(f"{self.least:.4g} to {self.most:.4g}" if self.least != self.most else f"{self.least:.4g}")
         parts += [f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
         return f"{self.dtype}[{size}]" + (f" ({', '.join(parts)})" if parts else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where in its storage a tensor is bad: exact if few, otherwise the region."""
-
-    exact: frozenset[int] | None
-    first: int
-    last: int
-
-    def meet(self, other: Places) -> bool:
-        """Return whether both can mean the same element."""
-        if self.exact is not None and other.exact is not None:
-            return not self.exact.isdisjoint(other.exact)
-        return self.first <= other.last and other.first <= self.last
 
 
 def values_of(tensor: torch.Tensor, *, whole_numbers: bool = False) -> torch.Tensor | None:
@@ -131,14 +115,3 @@ def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
         return ()
     rows = bad.reshape(batch_size, -1).any(1)
     return () if bool(rows.all()) else tuple(rows.nonzero().flatten().tolist())
-
-
-def find_places(values: torch.Tensor, bad: torch.Tensor) -> Places:
-    """Return where in its storage a strided tensor is bad; `bad` is a bool of the same shape."""
-    first = int(values.storage_offset())
-    strides = values.stride()
-    last = first + sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True))
-    if int(bad.sum()) > _MOST_PLACES:
-        return Places(None, first, last)
-    steps = torch.tensor(strides, dtype=torch.int64, device=bad.device)
-    return Places(frozenset((bad.nonzero() * steps).sum(1).add(first).tolist()), first, last)

@@ -2,7 +2,6 @@
 
 A `SpikeDetector` measures how far a value stands above the usual ones, in units of their own upward scatter:
 
-soft      the norm stands out, which calls for nothing by itself
 hard      loss and norm stand far out together
 diverged  the recent losses as a whole have left their usual level
 
@@ -37,7 +36,7 @@ _TAIL_STEPS = 10_000  # how long a spike that came to nothing is remembered
 
 # Distances above the middle in units of the scatter. In 18,000 healthy steps of the design runs the recent level came
 # to 1.2 at most, loss and norm together to 2.8 (logarithmic) and 6.9 (linear).
-_SOFT = 2.5
+_USUAL = 2.5  # up to which a norm is usual
 _FAR = 6.0
 _FAR_LINEAR = 15.0
 _TAIL = 2.0  # times the second-largest spike that came to nothing
@@ -65,7 +64,6 @@ class Level(Enum):
     """How far a step stands out."""
 
     CALM = "calm"
-    SOFT = "soft"
     HARD = "hard"
     DIVERGED = "diverged"
 
@@ -75,7 +73,7 @@ class SpikeDetector:
 
     It says nothing about the first 96 values of a key. A `Level.DIVERGED` is returned once; then either `return_to`
     is called, after a rollback, or the new level becomes the usual one. So no regime is suspected for ever. For any
-    objective but ``"minimize"`` the loss means nothing by its level: no more than `Level.SOFT`, and the run is calm.
+    objective but ``"minimize"`` the loss means nothing by its level, and every step is calm.
 
     Cost: about 3 microseconds a step. No sync: it takes numbers that are on the host already.
     """
@@ -96,7 +94,7 @@ class SpikeDetector:
         self.steps += 1
         track = self._tracks.get(key) or self._tracks.setdefault(key, _Track())
         if not self._minimizes:
-            return Level.SOFT if norm > track.soft else Level.CALM
+            return Level.CALM
         return track.judge(loss, norm, self.steps)
 
     def accepted(self, key: str, loss: float, norm: float) -> None:
@@ -105,9 +103,9 @@ class SpikeDetector:
             self._tracks[key].accept(loss, norm, self.steps)
 
     def usual_norm(self, key: str) -> float | None:
-        """Return the upper end of the usual norms, which is where `Level.SOFT` begins; None while it is unknown."""
+        """Return the upper end of the usual norms, 2.5 scatters above the middle; None while it is unknown."""
         track = self._tracks.get(key)
-        return None if track is None or track.soft == math.inf else track.soft
+        return None if track is None or track.norm is None else track.norm.above(_USUAL)
 
     def is_calm(self) -> bool:
         """Return whether nothing is suspected at present, so that a checkpoint may be called good."""
@@ -150,7 +148,7 @@ def decide_after_spike(
     ``"roll_back"`` then does, and ``"skip"`` makes the step; None: hard steps are skipped until they turn out to be a
     divergence. A run that diverges again after `max_rollbacks` rollbacks in a row stops.
     """
-    if action in ("off", "warn") or level in (Level.CALM, Level.SOFT):
+    if action in ("off", "warn") or level is Level.CALM:
         return None
     if level is Level.HARD and (patience is None or hard_in_a_row < patience):
         return SkipStep(reason=reason, promise="changes training")
@@ -232,10 +230,9 @@ class _Track:
         self._set_bounds()
 
     def _set_bounds(self) -> None:
-        self.soft = self.loss_far = self.norm_far = self.short_odd = self.odd = self.raised = self.gone = math.inf
+        self.loss_far = self.norm_far = self.short_odd = self.odd = self.raised = self.gone = math.inf
         if self.loss is None or self.norm is None or self.best is None or self.first is None:
             return
-        self.soft = self.norm.above(_SOFT)
         self.loss_far = self.loss.above(_FAR if self.loss.unit is None else _FAR_LINEAR)
         self.norm_far = self.norm.above(_FAR if self.norm.unit is None else _FAR_LINEAR)
         self.short_odd = self.loss.above(_SHORT_ODD)
@@ -286,7 +283,7 @@ class _Track:
             return Level.HARD
         if self.calm_steps is not None and self.began is None:
             self.calm_steps += 1
-        return Level.SOFT if norm > self.soft else Level.CALM
+        return Level.CALM
 
     def _sign(self, now: int) -> None:
         self.last_sign = self.age
@@ -357,7 +354,7 @@ class _Track:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> _Track:
         track = cls()
-        columns = state.get("columns", {})  # without, as it once was, the lists are rows already
+        columns = state["columns"]
         rows = {name: [list(row) for row in zip(*columns[name], strict=True)] for name in columns}
         for name, value in {**state, **rows}.items():
             if name != "columns":
@@ -371,7 +368,7 @@ class _Track:
 
 _USUALS = ("loss", "norm", "best")
 _LISTS = ("kept", "held", "spikes", "held_spikes")
-_BOUNDS = ("soft", "loss_far", "norm_far", "short_odd", "odd", "raised", "gone")  # they follow from the rest
+_BOUNDS = ("loss_far", "norm_far", "short_odd", "odd", "raised", "gone")  # they follow from the rest
 
 
 # --- NaN and Inf ------------------------------------------------------------------------------------------

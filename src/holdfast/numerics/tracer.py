@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holdfast.numerics.eager import in_forward_mode
-from holdfast.numerics.operands import Operand, Places, bad_rows, find_places, measure, nonfinite, values_of
+from holdfast.numerics.operands import Operand, bad_rows, measure, nonfinite, values_of
 
 Kind = Literal["operation", "input", "parameter", "buffer", "constant"]
 Phase = Literal["forward", "backward"]
@@ -140,7 +140,7 @@ class OriginTracer(TorchDispatchMode):
         self._nodes: dict[int, tuple[str, str]] = {}  # sequence number -> module and line of the forward operation
         self._newest_node = -1
         self._operations: dict[Any, _Operation] = {}
-        self._by_storage: dict[int, list[tuple[Suspect, Places | None]]] = {}
+        self._newest: dict[int, Suspect] = {}  # that made a storage bad, by its key
         self._storages: list[StorageWeakRef] = []
         self._hooks: list[Any] = []
         self._before: dict[int, list[tuple[Kind, str, torch.Tensor]]] = {}
@@ -246,20 +246,19 @@ class OriginTracer(TorchDispatchMode):
             suspect.operands = tuple(measure(seen) for _, seen in arguments.given)
             suspect.rows = bad_rows(bad, self._batch_size)
         self.suspects.append(suspect)
-        for output, where in found:
-            partial = any(output is tensor for tensor in arguments.written)  # fresh memory has one writer only
-            self._writers_of(output).append((suspect, find_places(output, where) if partial else None))
+        for output, _ in found:
+            self._blame(output, suspect)
 
-    def _writers_of(self, values: torch.Tensor) -> list[tuple[Suspect, Places | None]]:
-        key = _key(values)
-        if key not in self._by_storage:
+    def _blame(self, values: torch.Tensor, suspect: Suspect) -> Suspect:
+        if (key := _key(values)) not in self._newest:
             self._storages.append(StorageWeakRef(values.untyped_storage()))  # type: ignore[no-untyped-call]
-        return self._by_storage.setdefault(key, [])
+        self._newest[key] = suspect
+        return suspect
 
     def _link(self, tensor: torch.Tensor, seen: torch.Tensor, output_bad: torch.Tensor | None) -> Link | None:
         """Return the link to an operand, None if it is finite or bad only where a pointwise output is not."""
-        whole = bad = nonfinite(seen)
-        if whole is None or bad is None:
+        bad = nonfinite(seen)
+        if bad is None:
             return None
         if output_bad is not None:
             bad, seen, output_bad = torch.broadcast_tensors(bad, seen, output_bad)  # type: ignore[no-untyped-call]
@@ -267,24 +266,14 @@ class OriginTracer(TorchDispatchMode):
         if not bool(bad.any()):
             return None
         nan, inf = bool((torch.isnan(seen) & bad).any()), bool((torch.isinf(seen) & bad).any())
-        return Link(self.find(tensor, whole), nan, inf)
+        return Link(self.find(tensor), nan, inf)
 
-    def find(self, tensor: torch.Tensor, bad: torch.Tensor | None = None) -> Suspect:
-        """Return what made a tensor bad that holds NaN or Inf; `bad`: where, if that is known."""
+    def find(self, tensor: torch.Tensor) -> Suspect:
+        """Return what made a tensor bad that holds NaN or Inf: of writes into its memory the newest bad one."""
         values = values_of(tensor)
         assert values is not None
-        where = nonfinite(values) if bad is None else bad
-        assert where is not None
-        writers = self._writers_of(values)
-        if len(writers) == 1 and writers[0][1] is None:
-            return writers[0][0]
-        places = find_places(values, where)
-        for suspect, written in reversed(writers):
-            if written is None or written.meet(places):
-                return suspect
-        source = self._source(values)
-        writers.insert(0, (source, None))
-        return source
+        known = self._newest.get(_key(values))
+        return self._blame(values, self._source(values)) if known is None else known
 
     def _source(self, values: torch.Tensor) -> Suspect:
         """Return a suspect for a tensor that nothing was seen to write."""

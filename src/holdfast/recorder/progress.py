@@ -26,9 +26,12 @@ BOARD_BYTES = 4096
 _MAGIC = b"HOLDPROG"
 _HEADER = struct.Struct("<8sII")  # magic, version, pid
 _HEADER_AT = 0
-# progress | phase | since, step, micro steps | progress: torn if the ends differ
-_STANDING = struct.Struct("<QI4xQQQQ")
+# progress | phase, steps made | since, step, micro steps | progress: torn if the ends differ
+_STANDING = struct.Struct("<QIIQQQQ")
 _STANDING_AT = 64
+_SPENT = struct.Struct("<10q")  # nanoseconds in each phase that has ended, by its number
+_SPENT_AT = 320
+_PAUSE = 20_000_000  # nanoseconds between two that are written: a step may take microseconds
 _REQUEST = struct.Struct("<Q")
 _REQUEST_AT = 256
 # step, micro steps | which of the next three are values, also if NaN; optimizer | loss, norm, rate | the rest
@@ -68,8 +71,10 @@ class Standing(NamedTuple):
     phase: Phase
     since_seconds: float  # when that began, on the system's monotonic clock, which all processes share
     progress: int  # counts everything that happened: phases, micro-steps, steps; the same while nothing moves
-    step: int  # optimizer steps
+    step: int  # optimizer steps of the training, also before this process where a guard counts
     micro_step: int  # calls of backward
+    made: int = 0  # steps that this process has made itself, modulo 2**32
+    spent: tuple[float, ...] = ()  # seconds in each phase, by its number, without the present one
 
 
 class ProgressBoard:
@@ -83,17 +88,23 @@ class ProgressBoard:
         self._pack_into = _STANDING.pack_into
         self.progress = 0
         self.phase = Phase.STARTING
-        self.step = 0
+        self._spent, self._since, self._due = [0] * 10, _now(), 0
+        self.step = self.made = 0
         self.micro_step = 0
         self.enter(Phase.STARTING)
         _HEADER.pack_into(self._map, _HEADER_AT, _MAGIC, VERSION, os.getpid())
 
     def enter(self, phase: Phase) -> int:
         """Show that a phase begins, also one of the same name: progress. Returns when, in monotonic nanoseconds."""
-        self.phase = phase
         self.progress = progress = self.progress + 1
         now = _now()
-        self._pack_into(self._map, _STANDING_AT, progress, phase, now, self.step, self.micro_step, progress)
+        self._spent[self.phase] += now - self._since
+        self._since, self.phase = now, phase
+        if now >= self._due:
+            self._due = now + _PAUSE
+            _SPENT.pack_into(self._map, _SPENT_AT, *self._spent)
+        counts = self.step, self.micro_step
+        self._pack_into(self._map, _STANDING_AT, progress, phase, self.made, now, *counts, progress)
         return now
 
     def trace_requested(self) -> int:
@@ -127,12 +138,13 @@ def read_board(path: Path) -> Standing | None:
         return None
     if version > VERSION:
         raise newer(path, f"version {version}")
-    first, phase, since, step, micro_step, last = _STANDING.unpack_from(data, _STANDING_AT)
+    first, phase, made, since, step, micro_step, last = _STANDING.unpack_from(data, _STANDING_AT)
     if first != last or phase not in set(Phase):
         return None
     return Standing(
-        pid=pid, phase=Phase(phase), since_seconds=since / 1e9, progress=first, step=step, micro_step=micro_step
-    )
+        pid=pid, phase=Phase(phase), since_seconds=since / 1e9, progress=first, step=step, micro_step=micro_step,
+        made=made, spent=tuple(each / 1e9 for each in _SPENT.unpack_from(data, _SPENT_AT)),
+    )  # fmt: skip
 
 
 def request_trace(path: Path, number: int) -> None:
@@ -146,7 +158,8 @@ class StepSample(NamedTuple):
     """One step as it was seen from its hooks.
 
     Args:
-        step: Optimizer steps so far, this one included; calls of backward where no optimizer steps.
+        step: Optimizer steps so far, this one included, as the guard counts them where there is one; calls of
+            backward where no optimizer steps.
         micro_steps: Calls of backward in it.
         loss: Of the last backward; None if it was not read. NaN is a loss that is NaN.
         grad_norm: None if nobody computed it.

@@ -7,7 +7,7 @@ process is named by its pid and its start time in clock ticks, since pids come a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -27,6 +27,7 @@ BOARD_FILE = "progress.board"
 SAMPLES_FILE = "samples.ring"
 FAULTHANDLER_FILE = "stacks.txt"
 OPTIMIZERS_FILE = "optimizers.json"
+SETTINGS_FILE = "settings.json"
 _MOST_HOST_BYTES = 64 << 10
 _MOST_PLAYERS = 8
 ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
@@ -36,6 +37,8 @@ ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []
+guarded: dict[int, tuple[str, Callable[[], Any]]] = {}
+"""By `id` of each optimizer of an open guard its name, and a weak reference to what has the ``global_step``."""
 
 
 class ProcessInfo(NamedTuple):
@@ -116,9 +119,21 @@ class Optimizers(dict[str, int]):
 
     def __missing__(self, name: str) -> int:
         self[name] = number = min(len(self) + 1, 255)  # a record has a byte for it
-        with suppress(OSError):  # it has no name then
-            swap_in(self._file, json.dumps(list(self)).encode())
+        _write_json(self._file, list(self))  # without it, it has no name
         return number
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Keep what a training is set to, by names such as "optimizer.0.lr"; what is no plain value is left out."""
+    plain = (bool, int, float, str)
+    found = {name: list(v) if isinstance(v, (list, tuple)) else [v] for name, v in settings.items() if v is not None}
+    sound = {name for name, values in found.items() if all(isinstance(each, plain) for each in values[:16])}
+    _write_json(folder / SETTINGS_FILE, {name: v for name, v in settings.items() if name in sound})
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with suppress(OSError):
+        swap_in(path, json.dumps(value).encode())
 
 
 def read_optimizers(folder: Path) -> list[str]:

@@ -88,7 +88,11 @@ def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | N
     """Return the curves over steps: panels below each other that share one axis, so that a zoom holds for all."""
     panels = [panel for panel in _PANELS if any(name in lane.columns for lane in lanes for name in panel[0])]
     logged = dict.fromkeys(name for lane in lanes for name in lane.columns if name.startswith(LOGGED))
-    panels += [((name,), label(name.removeprefix(LOGGED)), "") for name in list(logged)[:MOST_LOGGED]]
+    own = {name for name in logged if any(name in each.columns and each.columns[name].own_scale for each in lanes)}
+    panels += [
+        ((name,), label(name.removeprefix(LOGGED)) + " (over steps of its own)" * (name in own), "")
+        for name in sorted(list(logged)[:MOST_LOGGED], key=own.__contains__)
+    ]
     if not panels:
         return None
     data: list[Figure] = []
@@ -98,25 +102,30 @@ def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | N
         "legend": {"orientation": "h", "y": -70 / pixels, "yanchor": "top", "x": 0},
         "margin": {"l": 74, "r": 18, "t": _TOP_PIXELS, "b": 44}, "annotations": [],
     }  # fmt: skip
-    gap = 0.22 / len(panels) if len(panels) > 1 else 0.0
+    gap, lowest = 0.22 / len(panels) if len(panels) > 1 else 0.0, ""
     share = (1 - gap * (len(panels) - 1)) / len(panels)
     for number, (columns, title, unit) in enumerate(panels):
         axis = "" if number == 0 else str(number + 1)
-        top = 1 - number * (share + gap)
-        drawn = [(lane, name, lane.columns[name]) for lane in lanes for name in columns if name in lane.columns]
+        foot_at = 1 - number * (share + gap) - share
+        top = foot_at + share * (0.72 if columns[0] in own else 1.0)  # below the numbers of the axis above
+        drawn = [(at, name, s) for at, each in enumerate(lanes) for name in columns if (s := each.columns.get(name))]
         finite = np.concatenate([series.finite for *_, series in drawn])
         unit, scale = _byte_unit(finite) if unit == "B" else (unit, 1.0)
-        layout[f"yaxis{axis}"] = {**_value_axis(finite, title, unit), "domain": [max(top - share, 0.0), top]}
+        layout[f"yaxis{axis}"] = {**_value_axis(finite, title, unit), "domain": [max(foot_at, 0.0), top]}
         layout["annotations"].append(_panel_title(title, top))
         foot = float(finite.min()) / scale if len(finite) else 0.0
-        for lane, name, series in drawn:
-            colour = COLOURS[lanes.index(lane) % len(COLOURS)]
-            data += _curve(lane, name, _scaled(series, scale), f"y{axis}", colour, unit, foot)
-    last = "" if len(panels) == 1 else str(len(panels))
+        if columns[0] in own:
+            layout[f"xaxis{axis}"] = {"anchor": f"y{axis}", "showspikes": True}
+        else:
+            lowest = axis
+        for at, name, series in drawn:
+            colour = COLOURS[at % len(COLOURS)]
+            traces = _curve(lanes[at], name, _scaled(series, scale), f"y{axis}", colour, unit, foot)
+            data += [{**each, "xaxis": f"x{axis}"} for each in traces] if name in own else traces
     data += _events_on_curves(lanes, events)
     overlay = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     layout[_EVENTS_AXIS.replace("y", "yaxis")] = overlay
-    layout["xaxis"] = {"title": {"text": "optimizer steps"}, "anchor": f"y{last}", "showspikes": True}
+    layout["xaxis"] = {"title": {"text": "optimizer steps"}, "anchor": f"y{lowest}", "showspikes": True}
     return {"data": data, "layout": layout}
 
 

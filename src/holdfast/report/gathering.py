@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,11 +31,12 @@ from holdfast.recorder.run_files import (
     OUTPUT_FILE,
     PROCESSES_FOLDER,
     SAMPLES_FILE,
+    SETTINGS_FILE,
     STACKS_FOLDER,
     SUPERVISED_FILE,
     read_optimizers,
 )
-from holdfast.recorder.scalars import SCALARS_FILE, scalars_of
+from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report import series
 from holdfast.report.images import read_images
 from holdfast.report.run_follower import RunFollower
@@ -61,6 +62,8 @@ class _Reading:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.validated: dict[str, list[Scalar]] = {}  # by the label of the guard
+        self.settings: dict[str, Any] = {}
 
     def listed(self, read: Callable[[Path], Iterable[_T]], path: Path) -> list[_T]:
         try:
@@ -85,6 +88,13 @@ def gather(run: Path) -> RunSnapshot:
     events.sort(key=lambda seen: seen.event.unix_seconds)
     guards = [source for source in follower.sources if source.kind == "guard"]
     reading.problems += follower.problems.values()
+    for seen in events:
+        value, name = (seen.event.data.get(each) for each in ("loss", "name"))
+        if seen.event.kind == "validated" and isinstance(value, float):
+            scalar = Scalar(f"validation {name}", value, seen.event.global_step, None, seen.event.unix_seconds)
+            reading.validated.setdefault(seen.source, []).append(scalar)
+    for source in (*sources, *guards):
+        reading.settings |= read_json(source.directory / SETTINGS_FILE)
     lanes: list[Lane] = []
     processes = _processes(sources, events, reading, lanes)
     lanes += _guard_lanes(guards, lanes, reading)
@@ -93,7 +103,8 @@ def gather(run: Path) -> RunSnapshot:
     if len(lanes) > _MOST_LANES:
         reading.problems.append(f"curves of the newest {_MOST_LANES} of {len(lanes)} training processes are drawn")
     return RunSnapshot(
-        path=run, supervised=supervised, attempt=max((source.attempt for source in sources), default=0),
+        path=run, supervised=supervised, settings=reading.settings,
+        attempt=max((source.attempt for source in sources), default=0),
         verdict=verdict_of(run, reading.problems), lanes=tuple(lanes[-_MOST_LANES:]), processes=tuple(processes),
         events=tuple(kept), left_out_events=left_out,
         checkpoints=tuple(each for store in sorted(stores) for each in reading.listed(_checkpoints, store)),
@@ -123,6 +134,7 @@ def _processes(
         found.append(ProcessSnapshot(
             label=source.label, role=source.info.role, info=source.info, lane=lane,
             phase=standing.phase if standing else None, ended=max(times, default=None),
+            spent=standing.spent if standing else (),
         ))  # fmt: skip
     return found
 
@@ -130,39 +142,44 @@ def _processes(
 def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOST_POINTS) -> list[Lane]:
     """Return what a process recorded of steps, and in lanes that follow what is of one of several optimizers."""
     ring = next(iter(reading.listed(lambda path: [series.rows_of_ring(path)], path)), None)
-    logged = _logged(source, most, reading)
     if ring is None or not len(ring):
-        none = np.array([])
-        alone = Lane(label=source.label, last_step=0, begun=None, ended=None, columns=logged, moments=(none, none))
-        return [alone] if logged else []
+        never = np.array([]), np.array([])
+        logged = _logged(source, never, most, reading)
+        return [Lane(label=source.label, columns=logged, moments=never, rank=source.rank)] if logged else []
     reading.note_lost(source)
     old = read_history(path).rows
     old = old[old["time"] < ring["time"][0]]
     rows, names = series.thinned(old, ring, most), read_optimizers(source.directory)
-    found = {source.label: series.columns(rows) | logged}
+    moments = rows["time"] / 1e9, rows["step"].astype(np.float64)
+    found = {"": series.columns(rows) | _logged(source, moments, most, reading)}
     for number, name in enumerate(names if len(names) > 1 else [], start=1):
         its = series.columns(rows[rows["optimizer"] == number])
-        found[f"{source.label}, {name}"] = {name: its[name] for name in series.OF_AN_OPTIMIZER if name in its}
-        for name in series.OF_AN_OPTIMIZER:
-            found[source.label].pop(name, None)
+        found[name] = {column: its[column] for column in series.OF_AN_OPTIMIZER if column in its}
+        for column in series.OF_AN_OPTIMIZER:
+            found[""].pop(column, None)
     begins = (old if len(old) else ring)[0]
     seconds = float(begins["mean"][NAMES.index("seconds")])
     begun = int(begins["time"]) / 1e9 - (seconds if 0 <= seconds < _LONGEST_STEP else 0.0)
     last, ended = int(ring["step"][-1]), int(ring["time"][-1]) / 1e9
     main = Lane(
-        label=source.label, last_step=last, begun=begun, ended=ended, columns=found.pop(source.label),
-        moments=(rows["time"] / 1e9, rows["step"]),
+        label=source.label, last_step=last, begun=begun, ended=ended, columns=found.pop(""),
+        moments=moments, rank=source.rank,
     )  # fmt: skip
-    return [main, *(replace(main, label=label, begun=None, columns=its) for label, its in found.items())]
+    return [main, *(
+        replace(main, label=f"{source.label}, {name}", optimizer=name, begun=None, columns=its)
+        for name, its in found.items()
+    )]  # fmt: skip
 
 
-def _logged(source: Source, most: int, reading: _Reading) -> dict[str, series.Series]:
+def _logged(source: Source, moments: series.Moments, most: int, reading: _Reading) -> dict[str, series.Series]:
     """Return the curves of what a process or a guard logged of its own."""
     scalars = scalars_of(records := reading.listed(read_ring, source.directory / SCALARS_FILE))
-    if scalars and (lost := records[0].sequence - 1):
+    own = len(scalars)
+    scalars += reading.validated.get(source.label, [])
+    if own and (lost := records[0].sequence - 1):
         gone = f"the logged values before step {scalars[0].step:,} are not recorded any more"
         reading.problems.append(f"of {source.label} {gone}: {lost:,} older records were overwritten")
-    found, names = series.columns_of_scalars(scalars, most), len({scalar.name for scalar in scalars})
+    found, names = series.columns_of_scalars(scalars, moments, most), len({scalar.name for scalar in scalars})
     if names > len(found):
         reading.problems.append(f"of {source.label} the first {len(found)} of {names} logged names are drawn")
     return found

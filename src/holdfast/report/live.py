@@ -37,12 +37,9 @@ _MOST_SCALARS = 6
 _WIDE = 110
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {
-    Phase.DATA_WAIT: "yellow",
-    Phase.FORWARD_BACKWARD: "green",
-    Phase.OPTIMIZER: "green",
-    Phase.EVALUATION: "cyan",
+    Phase.DATA_WAIT: "yellow", Phase.FORWARD_BACKWARD: "green", Phase.OPTIMIZER: "green", Phase.EVALUATION: "cyan",
     Phase.SAVING: "blue",
-}
+}  # fmt: skip
 _STYLES = {"error": "red", "warning": "yellow", "info": ""}
 _STATE_STYLES = {"running": "green", "ended": "bold", "waits to restart": "yellow"}
 
@@ -137,13 +134,11 @@ def _phase(process: ProcessSnapshot) -> Text:
 def _training(trained: Sequence[ProcessSnapshot], width: int) -> dict[str, Callable[[ProcessSnapshot], Text]]:
     bars = 30 if width >= _WIDE else 10
     columns: dict[str, Callable[[ProcessSnapshot], Text]] = {
-        "process": _STANDINGS["process"],
-        "loss": lambda each: _value(each.loss, 4),
+        "process": _STANDINGS["process"], "loss": lambda each: _value(each.loss, 4),
         "lately": lambda each: Text("" if each.loss is None else sparkline(each.losses, bars), style="cyan"),
-        "grad norm": lambda each: _value(each.grad_norm, 3),
-        "lr": lambda each: _value(each.learning_rate, 3),
+        "grad norm": lambda each: _value(each.grad_norm, 3), "lr": lambda each: _value(each.learning_rate, 3),
         "host": lambda each: _known(each.host_bytes, size),
-    }
+    }  # fmt: skip
     if any(each.device_bytes for each in trained):
         columns["device"] = lambda each: _known(each.device_bytes, size)
     return columns
@@ -154,13 +149,12 @@ def _known(value: float | None, form: Callable[[float], str]) -> Text:
 
 
 _STANDINGS: dict[str, Callable[[ProcessSnapshot], Text]] = {
-    "process": lambda each: Text(sanitise(each.label, most=40)),
-    "phase": _phase,
+    "process": lambda each: Text(sanitise(each.label, most=40)), "phase": _phase,
     "since": lambda each: Text("" if each.since_seconds is None else duration(each.since_seconds)),
     "step": lambda each: _known(each.step, "{:,}".format),
     "steps/s": lambda each: _known(each.steps_per_second, "{:.3g}".format),
     "wait": lambda each: Text("" if math.isnan(each.wait_share) else f"{each.wait_share:.0%}"),
-}
+}  # fmt: skip
 _EVENTS: dict[str, Callable[[EventSeen], Text]] = {
     "UTC": lambda seen: Text(moment(seen.event.unix_seconds, "%H:%M:%S")),
     "by": lambda seen: Text(sanitise(seen.source, most=20)),

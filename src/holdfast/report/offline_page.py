@@ -1,6 +1,6 @@
 """The walls of a page that opens offline: what enters it is escaped, and it runs nothing but its own two scripts.
 
-``templates/page.html`` is a template of Jinja2. All text is sanitised and escaped where it enters; data enters a
+``templates/frame.html`` is a template of Jinja2. All text is sanitised and escaped where it enters; data enters a
 script as JSON in which ``<``, ``>`` and ``&`` are written as escapes; the page's own policy names the two scripts by
 their digests and loads nothing. ``page.css`` and ``page.js`` go in as they are.
 """
@@ -11,7 +11,8 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,34 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.text import as_json_value, sanitise
+from holdfast.core.text import as_json_value, duration, moment, sanitise, size
+from holdfast.core.version import __version__
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def fill_page(figures: Mapping[str, object], filters: Mapping[str, Callable[..., Any]], **seen: Any) -> str:
+def fill_page(template: str, figures: Mapping[str, object], now: datetime | None = None, **seen: Any) -> str:
     """Return a page (H742 without plotly).
 
     Args:
+        template: Name of the file.
         figures: Of plotly, by the id of the element that each is drawn in.
-        filters: That the template applies, by name, beside those of the walls; what they return is text.
+        now: The time at its foot.
         **seen: What the template shows.
     """
     made = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, finalize=_harmless, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {**filters, "clip": as_html, "prose": _prose}
+    made.filters |= {"moment": moment, "size": size, "duration": duration, "clip": as_html, "prose": _prose}
     plotly, script = plotly_script(), _read("page.js")
     ours = {"style": _read("page.css"), "figures_json": _json(figures), "plotly": plotly, "script": script}
     ours["policy"] = _policy(plotly, script)
     raw = {name: Markup(text) for name, text in ours.items()}  # noqa: S704 - nothing that a run said is in them
-    return made.get_template("page.html").render(figures=figures, **raw, **seen)
+    return made.get_template(template).render(
+        figures=figures, written=f"{now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC", version=__version__, **raw, **seen
+    )
 
 
 def _harmless(value: object) -> object:
@@ -67,11 +72,10 @@ def plotly_script() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise PolicyError(
-            "plotly is not installed",
-            limit="the page draws its curves with it",
+            "plotly is not installed", limit="the page draws its curves with it",
             fix='install the extra: pip install "torch-holdfast[report]"; `holdfast watch RUN --once` needs nothing.',
             rule="H742",
-        ) from error
+        ) from error  # fmt: skip
     # A browser reads CR LF and CR as LF, and takes the digest of what it read.
     script: str = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
     return script.replace("</script", "<\\/script")

@@ -98,6 +98,10 @@ class RunFollower:
             del self._tracks[directory]
         return found
 
+    def guard_runs(self) -> set[Path]:
+        """Return the run directories of guards that processes of this run have opened, with links resolved."""
+        return {folder.parent.parent.resolve() for folder in self._guards}
+
     def _processes(self) -> list[tuple[Path, ProcessInfo]]:
         """Return the folders of processes with what these say, oldest first; what they say may change."""
         folder = self._run / PROCESSES_FOLDER

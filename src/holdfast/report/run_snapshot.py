@@ -21,7 +21,7 @@ from holdfast.report.sources import EventSeen
 
 if TYPE_CHECKING:  # numpy takes a tenth of a second
     from holdfast.report.images import ImageSeen
-    from holdfast.report.series import Numbers, Series
+    from holdfast.report.series import Moments, Series
 
 State = Literal["running", "waits to restart", "ended"]
 
@@ -32,15 +32,17 @@ class Lane:
 
     `begun` is the end of the first step that is recorded, less its duration; None of one of several optimizers, and
     of who only logged numbers.
-    `moments`: times, and the steps made until then.
+    `moments`: times, and the steps made until then. `rank` and `optimizer` are None and empty where there is one.
     """
 
     label: str
-    last_step: int
-    begun: float | None
-    ended: float | None
+    last_step: int = 0
+    begun: float | None = None
+    ended: float | None = None
     columns: Mapping[str, Series]
-    moments: tuple[Numbers, Numbers]
+    moments: Moments
+    rank: int | None = None
+    optimizer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,8 @@ class ProcessSnapshot:
     """One process; numbers are None, NaN or 0 where they are unknown.
 
     `alive` is None if that cannot be seen from here. Of `watch` only: `losses` and `wait_share` are those of the
-    newest 600 steps, `steps_per_second` that of the newest 50, and `optimizers` the same for each of several.
+    newest 600 steps, `steps_per_second` that of the newest 50, and `optimizers` the same for each of several. Of the
+    page only: `spent`, seconds in each phase by its number.
     """
 
     label: str
@@ -60,6 +63,7 @@ class ProcessSnapshot:
     since_seconds: float | None = None
     step: int = 0
     ended: float | None = None
+    spent: tuple[float, ...] = ()
     lane: Lane | None = None
     optimizers: tuple[ProcessSnapshot, ...] = ()
     steps_per_second: float = math.nan
@@ -87,15 +91,18 @@ class CheckpointSeen:
 class RunSnapshot:
     """What is known of a run; without `supervised.json` it is one of a plain guard.
 
-    `processes`: the page's by their start, `watch`'s of the newest attempt with trainers first. `events`, oldest
-    first: of a frequent kind the page has the first and the last (`left_out_events` counts the others), `watch` the
-    newest. `outlook`, of `watch` only: how far it is. `scalars`: `watch`'s newest of each name logged lately, newest
-    last. `news`: what each source has recorded since the look before. `stacks`: name and text. `problems`: what could
-    not be read, one sentence each. `now` and `newest` (what was recorded last) are Unix times.
+    `settings`, of the page only: see `write_settings`. `processes`: the page's by their start, `watch`'s of the
+    newest attempt with trainers first. `events`, oldest first: of a frequent kind the page has the first and the last
+    (`left_out_events` counts the others), `watch` the newest. `outlook`, of `watch` only: how far it is. `scalars`:
+    `watch`'s newest of each name logged lately, newest last. `guards`, of `watch` only: directories of guards that
+    its processes opened, with links resolved. `news`: what each source has recorded since the look before. `stacks`:
+    name and text. `problems`: what could not be read, one sentence each. `now` and `newest` (what was recorded last)
+    are Unix times.
     """
 
     path: Path
     supervised: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     state: State = "ended"
     attempt: int = 0
     now: float = 0.0
@@ -106,6 +113,7 @@ class RunSnapshot:
     verdict: Verdict | None = None
     outlook: str = ""
     scalars: tuple[Scalar, ...] = ()
+    guards: tuple[Path, ...] = ()
     news: tuple[News, ...] = ()
     lanes: tuple[Lane, ...] = ()
     checkpoints: tuple[CheckpointSeen, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,14 @@ from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
 
 Numbers = NDArray[np.float64]
+Moments = tuple[Numbers, Numbers]
 
 # A screen has some 4,000 columns of pixels at most: enough to draw a curve of any length as an eye would see it.
 MOST_POINTS = 2000
 OF_AN_OPTIMIZER = NAMES[:3]  # curves that make no sense for several together
 LOGGED = "logged: "  # before the name of a curve that the script named
 MOST_LOGGED = 24  # panels
+_NEAR = 10  # a step that was given is the training's within this and a factor of 2, else epochs or samples
 _ROW = [("number", "<u8"), ("optimizer", "u1"), ("step", "<f8")]  # of one number, otherwise as those of ``history``
 _ROW += [(name, "<f8") for name in ("low", "mean", "high")] + [(name, "<u4") for name in ("finite", "odd")]
 
@@ -29,13 +31,14 @@ class Series:
     """One curve over steps, in the order in which they were made; NaN in a gap, as where the run went back.
 
     `nonfinite` are the steps where a value is infinite or NaN. Where values are means of several steps, `band` has
-    the steps, the least and the most.
+    the steps, the least and the most. `own_scale`: steps are what the script gave, not those of the training.
     """
 
     steps: Numbers
     values: Numbers
     nonfinite: Numbers
     band: tuple[Numbers, Numbers, Numbers] | None
+    own_scale: bool = False
 
     @property
     def finite(self) -> Numbers:
@@ -71,21 +74,24 @@ def columns(rows: Rows) -> dict[str, Series]:
     return {name: each for name, each in found.items() if each is not None}
 
 
-def columns_of_scalars(scalars: Sequence[Scalar], most: int = MOST_POINTS) -> dict[str, Series]:
-    """Return the curves of the first names that were logged, each after `LOGGED`."""
-    by_name: dict[str, list[tuple[int, float]]] = {}
+def columns_of_scalars(scalars: Sequence[Scalar], moments: Moments, most: int = MOST_POINTS) -> dict[str, Series]:
+    """Return the curves of the first names that were logged, each after `LOGGED`; `moments` as in a `Lane`."""
+    by_name: dict[str, list[tuple[float, float, float]]] = {}
     for each in scalars:
-        by_name.setdefault(each.name, []).append((each.step, each.value))
-    found = {}
+        by_name.setdefault(each.name, []).append((each.step, each.value, each.unix_seconds))
+    found: dict[str, Series] = {}
     for name in list(by_name)[:MOST_LOGGED]:
-        steps, values = np.array(by_name[name], np.float64).T
+        steps, values, times = np.array(by_name[name], np.float64).T
+        trained = np.interp(times[-1], *moments) if len(moments[0]) else steps[-1]
+        own = not trained / 2 - _NEAR <= steps[-1] <= 2 * trained + _NEAR
         rows, finite = np.zeros(len(steps), _ROW), np.isfinite(values)
         rows["number"], rows["step"], rows["finite"], rows["odd"] = np.arange(len(steps)), steps, finite, ~finite
         for field, unknown in (("low", np.inf), ("mean", 0.0), ("high", -np.inf)):
             rows[field] = np.where(finite, values, unknown)
         rows = at_most(rows, most // 2, finest=2)
-        found[LOGGED + name] = _series(*(rows[field] for field in ("step", "finite", "odd", "mean", "low", "high")))
-    return {name: each for name, each in found.items() if each is not None}
+        drawn = _series(*(rows[field] for field in ("step", "finite", "odd", "mean", "low", "high")))
+        found |= {} if drawn is None else {LOGGED + name: replace(drawn, own_scale=own)}
+    return found
 
 
 def _series(steps: Numbers, finite: Numbers, odd: Numbers, *numbers: Numbers) -> Series | None:

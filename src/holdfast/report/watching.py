@@ -16,6 +16,7 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.lock import is_locked
 from holdfast.core.text import duration
+from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Standing, StepSample, read_board
 from holdfast.recorder.run_files import (
     BOARD_FILE,
@@ -31,7 +32,7 @@ from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News, RunFollower
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State
 from holdfast.report.sources import EventSeen, Source, ran_here, read_json, runs_in
-from holdfast.report.verdicts import verdict_from
+from holdfast.report.verdicts import verdict_from, verdict_of
 
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
@@ -54,6 +55,7 @@ class Watched:
         self._loops: dict[Path, dict[str, int]] = {}
         self._scalars: dict[str, Scalar] = {}
         self._supervisor_said = ""
+        self._judged: Verdict | None = None
         self._attempt = 0
         # On the monotonic clock: when this began to look, and when the run last gave a sign of life.
         self._began = clock.monotonic_seconds()
@@ -81,15 +83,20 @@ class Watched:
         processes = [self._process(source, here=here) for source in self._shown(sources)]
         lost = self._supervisor_is_lost(supervised.get("supervisor_pid"), here=here)
         state = self._state(processes, lost=lost)
-        verdict = read_json(self._run / VERDICT_FILE) if state != "running" else {}
         return RunSnapshot(
             path=self._run, supervised=supervised, state=state, attempt=self._attempt,
             now=self._clock.unix_seconds(), newest=self._newest or None, processes=tuple(processes),
-            events=tuple(self._events), verdict=verdict_from(verdict) if verdict else None,
+            events=tuple(self._events), verdict=self._verdict(state, lost=lost),
             outlook=self._outlook() if state != "ended" else "", news=tuple(news),
-            scalars=tuple(self._scalars.values()),
+            guards=tuple(self._follower.guard_runs()), scalars=tuple(self._scalars.values()),
             problems=(*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])),
         )  # fmt: skip
+
+    def _verdict(self, state: State, *, lost: bool) -> Verdict | None:
+        values = read_json(self._run / VERDICT_FILE) if state != "running" else {}
+        if not values and state == "ended" and lost and self._judged is None:  # nobody else will judge it
+            self._judged = verdict_of(self._run, [])
+        return verdict_from(values) if values else self._judged
 
     def _outlook(self) -> str:
         for folder, facts in self._loops.items():
@@ -216,7 +223,15 @@ class Runs:
                 self._seen[path] = watched.look()
                 if self._seen[path].state == "ended":
                     del self._watched[path]  # with all that it has read
-        return tuple(sorted((self._seen[path] for path in found), key=lambda run: run.state == "ended"))
+        runs = [self._seen[path] for path in found]
+        shown = [run for run in runs if not any(_shows(other, run) for other in runs)]
+        return tuple(sorted(shown, key=lambda run: run.state == "ended"))
+
+
+def _shows(run: RunSnapshot, guard: RunSnapshot) -> bool:
+    """Return whether the latter is the directory of a guard of a run, and nothing was recorded there after it."""
+    after = (guard.newest or 0.0) - (run.newest or 0.0)
+    return guard.path.resolve() in run.guards and (run.state != "ended" or after < _SILENT_SECONDS)
 
 
 def _outlook(facts: Mapping[str, int], step: int, rate: float) -> str:
@@ -242,14 +257,12 @@ def _recent(history: Sequence[StepSample]) -> dict[str, Any]:
     norms = [each.grad_norm for each in history if each.grad_norm is not None]
     rates = [each.learning_rate for each in history if each.learning_rate is not None]
     return {
-        "loss": losses[-1] if losses else None,
-        "losses": tuple(losses),
-        "grad_norm": norms[-1] if norms else None,
+        "loss": losses[-1] if losses else None, "losses": tuple(losses), "grad_norm": norms[-1] if norms else None,
         "learning_rate": rates[-1] if rates else None,
         "wait_share": math.fsum(each.wait_seconds for each in timed) / seconds if seconds > 0 else math.nan,
         "host_bytes": next((each.host_bytes for each in reversed(history) if each.host_bytes), 0),
         "device_bytes": next((b for each in reversed(history) if (b := each.device_allocated_bytes)), 0),
-    }
+    }  # fmt: skip
 
 
 def _rate(history: list[StepSample], now: float | None) -> float:

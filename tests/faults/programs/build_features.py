@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recipes.features.cache import FeatureCache
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.features.cache import FeatureCache
 from holdfast.testing import fill_disk
 
 ITEMS = 120

@@ -11,48 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoint.background import Job, nonfinite_copies, wait_for_jobs
+from holdfast.checkpoint.background import Job, nonfinite_copies
 from holdfast.checkpoint.health import nonfinite_tensors
-
-
-def test_a_job_runs_beside_and_gives_its_result(tmp_path: Path) -> None:
-    """It is under way until its function returns, and `result` waits for what that returned."""
-    gate = threading.Event()
-
-    def work() -> int:
-        gate.wait(60)
-        return threading.get_ident()
-
-    job = Job(work, tmp_path)
-    assert job.is_running
-    gate.set()
-    assert job.result() not in (None, threading.get_ident())
-    assert not job.is_running
-
-
-def test_jobs_of_a_directory_are_waited_for(tmp_path: Path) -> None:
-    """Whoever opens a directory waits for those who still write to it, and for no others."""
-    gate, done = threading.Event(), []
-    other = Job(lambda: gate.wait(60), tmp_path / "other")
-    Job(lambda: done.append(1), tmp_path / "mine")
-    wait_for_jobs(tmp_path / "mine")
-    assert done == [1]
-    assert other.is_running
-    gate.set()
-    other.result()
-
-
-def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(tmp_path: Path) -> None:
-    """In a child that was forked meanwhile a job is over, without a result."""
-    gate = threading.Event()
-    job = Job(lambda: gate.wait(60), tmp_path)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        os._exit(0 if not job.is_running and job.result() is None else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    gate.set()
-    assert job.result() is True
 
 
 @pytest.mark.parametrize("size", [1, 32_767, 32_768, 200_000])
@@ -86,3 +46,16 @@ def test_the_largest_finite_values_are_healthy() -> None:
     named = [(str(kind), torch.full((3,), torch.finfo(kind).max, dtype=kind)) for kind in types]
     named.append(("mixed", torch.tensor([1e300, -1e300], dtype=torch.float64)))
     assert nonfinite_tensors(named) == ([], 0)
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(tmp_path: Path) -> None:
+    """In a child that was forked meanwhile a job is over, without a result."""
+    gate = threading.Event()
+    job = Job(lambda: gate.wait(60), tmp_path)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if not job.is_running and job.result() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.set()
+    assert job.result() is True

@@ -12,8 +12,7 @@ from torch import nn
 
 from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
 from holdfast.checkpoint.expanded import made_dense
-from holdfast.checkpoint.saver import encode, read_components, snapshot, write
-from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.saver import encode, snapshot
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e5m2]
 
@@ -66,37 +65,6 @@ def _is_mapped(address: int) -> bool:
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 
 
-def test_a_snapshot_in_buffers_is_written_as_it_was(tmp_path: Path) -> None:
-    """State that changes in place after `snapshot` is in the file as it was: tensors, lists, numbers."""
-    weight, moments, history = torch.ones(3, 4).T, torch.full((5,), 2.0), [1, 2]
-    trees = {"model": {"w": weight, "tied": weight}, "state": {"m": moments, "history": history}}
-    encoded = encode(trees)
-    buffers = HostBuffers(needed_bytes(encoded.tensors))
-    shot = snapshot(encoded, 3, buffers)
-    weight.zero_()
-    moments.zero_()
-    history.append(3)
-    entry = write(Store(tmp_path), shot, unix_seconds=0.0)
-    entry.verify()
-    found = read_components(entry, ["model", "state"])
-    assert torch.equal(found["model"]["w"], torch.ones(4, 3))
-    assert found["model"]["tied"] is found["model"]["w"]
-    assert found["state"]["m"].tolist() == [2.0] * 5
-    assert found["state"]["history"] == [1, 2]
-
-
-def test_a_snapshot_knows_the_copy_of_a_live_tensor() -> None:
-    """The copy of a weight is found by the weight, one of a tensor that was not saved is not."""
-    weight = torch.nn.Parameter(torch.ones(3))
-    encoded = encode({"model": {"w": weight.detach()}})
-    shot = snapshot(encoded, 0, HostBuffers(needed_bytes(encoded.tensors)))
-    copy = shot.copy_of(weight)
-    assert copy is not None
-    assert copy.tolist() == [1, 1, 1]
-    assert copy.data_ptr() != weight.data_ptr()
-    assert shot.copy_of(torch.ones(3)) is None
-
-
 def test_loading_leaves_a_view_or_makes_it_dense() -> None:
     """Equal elements are written through to what shares the memory; others need memory of their own."""
     base = torch.zeros(1)
@@ -112,3 +80,15 @@ def test_loading_leaves_a_view_or_makes_it_dense() -> None:
     assert one.data_ptr() == base.data_ptr() == weight.data_ptr()
     assert two.tolist() == [0, 1, 2]
     assert two.stride() == (1,)
+
+
+def test_a_snapshot_knows_the_copy_of_a_live_tensor() -> None:
+    """The copy of a weight is found by the weight, one of a tensor that was not saved is not."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    encoded = encode({"model": {"w": weight.detach()}})
+    shot = snapshot(encoded, 0, HostBuffers(needed_bytes(encoded.tensors)))
+    copy = shot.copy_of(weight)
+    assert copy is not None
+    assert copy.tolist() == [1, 1, 1]
+    assert copy.data_ptr() != weight.data_ptr()
+    assert shot.copy_of(torch.ones(3)) is None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.core.test_durable import largest_file
 
 from holdfast.checkpoint.saver import Snapshot, encode, read_components, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
@@ -31,16 +29,6 @@ def _saved(store: Store, tree: Any) -> Any:
     return read_components(_save(store, part=tree), ["part"])["part"]
 
 
-@contextmanager
-def _largest_file(size_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_state_that_holds_itself_is_refused() -> None:
     """A circle is an H310 that names the component, not the end of python's stack."""
     circle: list[Any] = []
@@ -54,7 +42,7 @@ def test_state_that_holds_itself_is_refused() -> None:
 def test_a_write_that_fails_leaves_the_older_checkpoint(limit_bytes: int, store: Store) -> None:
     """When the system refuses the bytes, the draft is gone, the older one verifies, and the next save works."""
     old = _save(store, 1, model={"a": torch.ones(5)})
-    with _largest_file(limit_bytes), pytest.raises(OSError):
+    with largest_file(limit_bytes), pytest.raises(OSError):
         _save(store, 2, model={"a": torch.ones(50_000)})
     assert [path.name for path in store.directory.iterdir()] == [old.path.name]
     old.verify()

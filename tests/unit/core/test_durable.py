@@ -15,7 +15,7 @@ from holdfast.core.durable import free_bytes, rename_directory, replace_file, wr
 
 
 @contextmanager
-def _largest_file(size_bytes: int) -> Iterator[None]:
+def largest_file(size_bytes: int) -> Iterator[None]:
     """Let the kernel refuse writes beyond this size of a file, in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
@@ -42,7 +42,7 @@ def test_the_old_file_survives_a_write_that_fails(tmp_path: Path) -> None:
     """When the disk refuses the new bytes, the old ones are untouched and nothing is left behind."""
     path = tmp_path / "state.json"
     replace_file(path, b"old")
-    with _largest_file(4096), pytest.raises(OSError) as caught:
+    with largest_file(4096), pytest.raises(OSError) as caught:
         replace_file(path, b"x" * 10_000)
     assert caught.value.errno == errno.EFBIG
     assert path.read_bytes() == b"old"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from holdfast.checkpoint.interval import SaveInterval
 from holdfast.core.events import event as events
 from holdfast.core.events import process_events, run_events
 from holdfast.core.events.event import Event, EventData
@@ -18,8 +17,8 @@ def test_every_class_has_a_kind_of_its_own() -> None:
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, EventData) and each.kind
     ]
-    assert {each.kind: each for each in (*classes, SaveInterval)} == events.KINDS
-    assert len(events.KINDS) == len({*classes, SaveInterval})
+    assert {each.kind: each for each in classes} == events.KINDS
+    assert len(events.KINDS) == len({*classes})
 
 
 def test_facts_are_the_fields_as_json() -> None:

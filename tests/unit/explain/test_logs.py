@@ -67,14 +67,6 @@ def test_a_traceback_becomes_one_statement():
     assert statement.fatal is None
 
 
-def test_a_traceback_behind_a_progress_bar_is_found():
-    """A bar without a line end before the traceback hides nothing, and carriage returns are no lines."""
-    bar = "".join(f"\r{n}%|{'#' * n}| {n}/9 [00:0{n}<00:01, 9.0it/s]" for n in range(9))
-    log = read(bar + PLAIN.partition("\n")[2])
-    assert [statement.exception for statement in log.statements] == ["ValueError"]
-    assert log.total_lines == 8
-
-
 @pytest.mark.parametrize(
     ("prefix", "rank"),
     [
@@ -112,16 +104,6 @@ def test_interleaved_ranks_are_read_apart():
     }
 
 
-@pytest.mark.parametrize("how", ["raise RuntimeError('outer') from error", "raise RuntimeError('outer')"])
-def test_the_root_of_a_chain_comes_first(how):
-    """Of a chain that Python really prints, the first exception is the cause and the last is not."""
-    found = raised(really_printed(f"try:\n  {{}}['x']\nexcept KeyError as error:\n  {how}"))
-    assert [(statement.exception, statement.cause) for statement in found] == [
-        ("KeyError", True),
-        ("RuntimeError", False),
-    ]
-
-
 def test_a_member_of_a_group_is_the_verdict():
     """Of an ExceptionGroup, which says only how many it holds, a member with its own line is named."""
     code = "try:\n  raise KeyError('a')\nexcept KeyError as e:\n  raise ExceptionGroup('two', [e, ValueError('b')])"
@@ -135,23 +117,6 @@ def test_a_syntax_error_has_no_header_and_is_found():
     (statement,) = raised(really_printed("def f(:\n  pass"))
     assert statement.exception == "SyntaxError"
     assert statement.frames[0].line == 1
-
-
-def test_a_dump_of_faulthandler_is_fatal_and_has_frames():
-    """A crash with faulthandler names the signal and the Python frame that was running."""
-    code = "import os, signal\ndef crash(): os.kill(os.getpid(), signal.SIGSEGV)\ncrash()"
-    (statement,) = read(really_printed(code, "-X", "faulthandler")).statements
-    assert statement.text == "Fatal Python error: Segmentation fault"
-    assert statement.fatal is True
-    assert statement.frames[-1].function == "crash"
-
-
-def test_what_was_caught_is_said_from_what_ended_the_run():
-    """Progress after an exception shows that it was caught; a logger's message shows it too."""
-    assert raised(PLAIN + "step 2 loss 0.4\nstep 3 loss 0.3\n")[0].fatal is False
-    assert raised("ERROR:root:could not load\n" + PLAIN.partition("\n")[2])[0].logged
-    assert raised("Exception ignored in: <function f>\n" + PLAIN.partition("\n")[2])[0].fatal is False
-    assert not raised(PLAIN)[0].logged
 
 
 class Endless(io.RawIOBase):

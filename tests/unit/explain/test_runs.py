@@ -393,6 +393,8 @@ def test_what_a_guard_did_is_said_with_the_newest_reason():
         event("skip_step", reason="first"),
         event("skip_step", reason="NaN in the batch; sample 4"),
         event("sample_quarantined", evidence="Traceback\n  File\nValueError: 7.png cannot be read"),
+        event("sample_quarantined", sample="a.wav", evidence="ValueError: no sound"),
+        event("sample_quarantined", sample=[7], evidence="ValueError: 7.png is cut short"),
         event("loader_healed", cause="worker 1 was killed by SIGKILL"),
         event("retry", reason=None),
     ]
@@ -400,7 +402,7 @@ def test_what_a_guard_did_is_said_with_the_newest_reason():
         "a Guard tried again after freeing memory",
         "a Guard skipped the step, 2 times: NaN in the batch; sample 4",
         "a Guard replaced the workers of the loader: worker 1 was killed by SIGKILL",
-        "a Guard quarantined a sample that could not be loaded: ValueError: 7.png cannot be read",
+        "a Guard quarantined a sample that could not be loaded, 3 times (a.wav, [7]): ValueError: 7.png is cut short",
     ]
 
 

@@ -1,55 +1,12 @@
-"""Two ways to see allocations: of fake tensors by their storages, of real ones by kineto's allocator events."""
+"""What the real CPU allocates, by kineto's allocator events."""
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from holdfast.forecast.kernels import scratch, scratch_cpu
-
-
-class FakeAllocations(TorchDispatchMode):
-    """Live bytes of the storages made while this is active, with scratch while an operator runs."""
-
-    def __init__(self, route: str) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.sizes: list[int] = []
-        self._seen: dict[int, weakref.ref[Any]] = {}
-        self._route = route
-        self._scratch_of = scratch_cpu.scratch_of if route == "cpu" else scratch.scratch_of
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and (tensor.device.type == "cpu") == (self._route == "cpu"):
-                self._note(tensor.untyped_storage())
-        needed = self._scratch_of(func, args, kwargs, out)
-        self.peak = max(self.peak, self.live + (0 if needed is None else needed.bytes))
-        return out
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or size == 0:
-            return
-        self._seen[key] = weakref.ref(storage, lambda _: self._free(key, size))
-        self.live += size
-        self.sizes.append(size)
-        self.peak = max(self.peak, self.live)
-
-    def _free(self, key: int, size: int) -> None:
-        if self._seen.pop(key, None) is not None:
-            self.live -= size
 
 
 def real_allocations(run: Callable[[], Any], since: str = "") -> tuple[int, int]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from tests.unit.forecast.allocations import FakeAllocations
+
+from holdfast.forecast.fake.device import DEVICE_NAME
+from holdfast.forecast.trace.events import PHASES
+from holdfast.forecast.trace.tracer import Tracer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +27,24 @@ class Seen:
 
 def seen(run: Callable[[], torch.Tensor]) -> Seen:
     """Run forward and backward."""
-    watch = FakeAllocations("privateuse1")
-    with watch:
-        out = run()
-        kept, forward = watch.live, list(watch.sizes)
-        node = out.grad_fn.name() if out.grad_fn is not None else ""
-        out.backward(torch.empty_like(out))
-    backward = watch.sizes[len(forward) :]
-    return Seen(node=node, kept=kept, forward=forward, backward=backward, dtype=out.dtype, shape=tuple(out.shape))
+    with Tracer(torch.device(DEVICE_NAME, 0)) as tracer:
+        with tracer.recording():
+            out = run()
+            node = out.grad_fn.name() if out.grad_fn is not None else ""
+            out.backward(torch.empty_like(out))
+        trace = tracer.trace(micro_batch_size=1)
+    changes = np.sign(trace.events) * trace.size_bytes[np.abs(trace.events) - 1]
+    in_forward = trace.event_phase == PHASES.index("forward")
+    until = np.flatnonzero(in_forward & (changes > 0))[-1]  # there the gradient of the result is made
+    forward, backward = changes[:until], changes[~in_forward]
+    return Seen(
+        node=node,
+        kept=int(forward.sum()),
+        forward=forward[forward > 0].tolist(),
+        backward=backward[backward > 0].tolist(),
+        dtype=out.dtype,
+        shape=tuple(out.shape),
+    )
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -30,7 +30,7 @@ def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = Tru
     """Return the forecast of a made step for devices."""
     traces = tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in (2, 4))
     result = TraceResult(
-        traces=traces, route="privateuse1", weights="fake", parameters=4_000_000,
+        traces=traces, route="privateuse1", parameters=4_000_000,
         trainable_parameters=4_000_000, accumulates=accumulates, host_bytes=1, build_seconds=0.1,
         trace_seconds=(0.1, 0.1), assumptions=ASSUMED,
     )  # fmt: skip

@@ -95,8 +95,6 @@ def make_step(
     *,
     recompute: Iterable[int] = (),
     optimizer_bytes: int = 0,
-    holds_output: bool = False,
-    runs: Sequence[int] | None = None,
     branch_at: int | None = None,
 ) -> Trace:
     """Return the trace of a step.
@@ -106,12 +104,10 @@ def make_step(
         batch: Samples.
         recompute: Blocks that run under a checkpoint.
         optimizer_bytes: Scratch of the optimizer; 0 leaves it out.
-        holds_output: Whether the step's function holds the model's output until it returns.
-        runs: Blocks in the order in which they run; None for each once.
         branch_at: Block after which an operation runs that others do not have.
     """
     step = _Step(blocks, batch, frozenset(recompute))
-    step.play(optimizer_bytes, holds_output, range(len(blocks)) if runs is None else runs, branch_at)
+    step.play(optimizer_bytes, branch_at)
     return step.trace()
 
 
@@ -138,7 +134,7 @@ class _Step:
         self.optimizer_steps: list[tuple[int, int]] = []
         self.graphs: list[tuple[int, list[Node], int | None]] = []  # block, nodes or none yet, a frame's input
 
-    def play(self, optimizer_bytes: int, holds_output: bool, runs: Sequence[int], branch_at: int | None) -> None:
+    def play(self, optimizer_bytes: int, branch_at: int | None) -> None:
         machine = self.machine
         first = machine.allocate(64 * self.batch, "batch")
         self.resident = len(machine.sizes)
@@ -146,21 +142,18 @@ class _Step:
         for gradient in self.found.values():
             machine.drop(gradient)
         value = machine.hold(first)
-        for block in runs:
+        for block in range(len(self.blocks)):
             value = self._forward(block, value)
             if branch_at == block:
                 machine.operate("aten.index_put")
                 machine.drop(machine.allocate(8))
         loss = machine.allocate(4)
         machine.operate("aten.sum", moved_bytes=4 + machine.sizes[value])
-        output = machine.hold(value) if holds_output else None
         machine.drop(value)
         self._backward(loss, machine.sizes[value])
         if optimizer_bytes:
             self._optimize(optimizer_bytes)
         machine.phase = PHASES.index("other")
-        if output is not None:
-            machine.drop(output)
         machine.drop(loss)
 
     def _forward(self, block: int, value: int) -> int:

@@ -109,22 +109,6 @@ def test_a_module_is_moved_as_the_same_object(way: str) -> None:
         assert model["head"].weight.dtype is (torch.float64 if way == "to_type" else torch.float32)
 
 
-def test_a_real_model_is_built_while_the_mode_is_suspended() -> None:
-    """CUDA means the CPU there, tensors are real, and come to the device by ``place`` or when they are used."""
-    with forecast_device() as device:
-        with device.suspended():
-            pretrained = nn.Linear(2, 2).to("cuda")
-            pretrained(torch.ones(1, 2, device="cuda")).sum().backward()
-            assert type(pretrained.weight.grad) is torch.Tensor
-            assert pretrained.cuda().weight.device.type == "cpu"
-            weights = torch.ones(3)
-            moved = (weights.to("cuda") * 2)[:2]
-        assert [place_of(moved + 1), place_of(weights + 1)] == ["forecast:0", "cpu"]
-        assert place_of(torch.zeros(2, device="cuda") * moved) == "forecast:0"
-        device.place(pretrained)
-        assert place_of(pretrained.weight) == place_of(pretrained.weight.grad) == "forecast:0"
-
-
 @torch.library.custom_op("holdfast_test::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2

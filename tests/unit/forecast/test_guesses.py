@@ -67,8 +67,7 @@ def test_checks_for_finite_numbers_pass() -> None:
 def test_values_of_the_batch_stay_known_on_the_device() -> None:
     """Lengths and masks from real host tensors give exact shapes through moves, comparisons and sums: no guess."""
     with forecast_device() as device:
-        with device.suspended():
-            lengths, ids = torch.tensor([3, 1, 2]), torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0], [5, 6, 0, 0]])
+        lengths, ids = torch.tensor([3, 1, 2]), torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0], [5, 6, 0, 0]])
         there, mask = lengths.to("cuda"), ids.cuda() != 0
         positions = torch.arange(int(there.max()), device="cuda")
         inside = positions[None] < there[:, None]

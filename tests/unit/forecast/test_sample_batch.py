@@ -115,13 +115,16 @@ def test_what_does_not_depend_on_the_batch_stays_and_is_written_down() -> None:
     assert any("batch['weights'] (10,)" in assumption.what for assumption in found.assumptions())
 
 
-def test_parts_are_views_of_equal_size() -> None:
-    """A batch for gradient accumulation is cut as Guard cuts it, without copies."""
-    found = sample({"x": torch.zeros(8, 4), "names": [str(i) for i in range(8)]})
-    batch = found.resized(6)
-    parts = found.parts(batch, 3)
-    assert [(tuple(part["x"].shape), len(part["names"])) for part in parts] == [((2, 4), 2)] * 3
-    assert parts[1]["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr()
+def test_parts_are_views_of_equal_size_that_share_the_rest() -> None:
+    """A batch for gradient accumulation is cut without copies; what does not depend on the batch is in each part."""
+    batch = {"x": torch.zeros(8, 4), "y": torch.zeros(8), "names": list("abcdefgh"), "table": torch.zeros(10)}
+    found = sample(batch)
+    made = found.resized(6)
+    parts = found.parts(made, 3)
+    assert [(tuple(part["x"].shape), len(part["names"]), len(part["table"])) for part in parts] == [
+        ((2, 4), 2, 10)
+    ] * 3
+    assert parts[1]["x"].untyped_storage().data_ptr() == made["x"].untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def flash_backward(heads: int, key_heads: int, length: int, size: int, *, by_row
 def test_flash_attention_sums_gradients_in_single_precision() -> None:
     """Flash attention's backward pass sums in fp32 over rounded lengths and head sizes, and expands grouped keys."""
     plain = flash_backward(8, 8, 200, 60, by_rows=True)
-    assert plain.calibrated
+    assert plain.at_most == plain.bytes
     assert plain.bytes == 2 * 256 * 8 * (64 + 1) * 4
     grouped = flash_backward(8, 2, 200, 60, by_rows=True)
     assert grouped.bytes == plain.bytes + 2 * (2 * 200 * 8 * 60 * 2)
@@ -62,7 +62,6 @@ def test_closed_libraries_are_not_calibrated() -> None:
     x, w, out = meta(4, 16, 32, 32), meta(32, 16, 3, 3), meta(4, 32, 32, 32)
     rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     need = cuda(aten.convolution.default, x, w, *rest, out=out)
-    assert not need.calibrated
     assert need.bytes == x.nbytes + w.nbytes + out.nbytes
     assert need.at_most > need.bytes
     last = x.to(memory_format=torch.channels_last)
@@ -79,7 +78,7 @@ def test_an_unknown_operator_counts_as_nothing_and_widens_the_margin() -> None:
     x = meta(100)
     op = torch.ops.forecast_test.unheard_of.default
     need = cuda(op, x, out=x)
-    assert need == Scratch(0, 800, calibrated=False)
+    assert need == Scratch(0, 800)
     step = Uncalibrated()
     step.note("forecast_test.unheard_of", need)
     step.note("forecast_test.unheard_of", need)

@@ -108,10 +108,9 @@ def test_nothing_is_saved(tmp_path: Path) -> None:
         model = nn.Linear(2, 2).cuda()
         torch.save(model.state_dict(), kept)
         torch.save(obj=model, f=str(kept))
-        with device.suspended():
-            torch.save(torch.ones(2), copy)
-            copy.seek(0)
-            assert torch.load(copy).tolist() == [1.0, 1.0]
+        torch.save({"step": 1}, copy)
+        copy.seek(0)
+        assert torch.load(copy) == {"step": 1}
         said = {one.what for one in device.assumptions}
         assert "torch.save was left out: nothing was written" in said
     assert kept.read_bytes() == b"of a real run"

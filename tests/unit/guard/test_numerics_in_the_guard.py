@@ -365,6 +365,27 @@ def test_a_plateau_scheduler_that_is_told_the_loss_of_each_batch_is_noticed(tmp_
     assert len(told) == (1 if every == 1 else 0)
 
 
+@pytest.mark.parametrize("layers", [0, 2])
+def test_an_optimizer_of_the_last_layer_only_is_noticed(tmp_path, layers):
+    """H808, whatever the loss does; not of one layer of random features, and not of weights that were trained."""
+    for trained in (False, True):
+        torch.manual_seed(0)
+        body = [part for _ in range(layers) for part in (nn.Linear(32, 32), nn.ReLU())]
+        model = nn.Sequential(nn.Linear(8, 32), *body, nn.Linear(32, 1))
+        with torch.no_grad():
+            for parameter in model.parameters() if trained else ():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.01)
+        run_dir = tmp_path / str(trained)
+        guard = holdfast.Guard(run_dir, model=model, optimizer=optimizer, loader=noisy_batches(10))
+        for batch in guard.batches(max_steps=5):
+            guard.step(batch, loss_of(model))
+        guard.close()
+        told = [event.data["what"] for event in guard.events() if event.kind == "finding"]
+        assert len(told) == (not trained and layers > 0)
+        assert all("in no optimizer: 0.weight" in what for what in told)
+
+
 def by_jvp(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
 

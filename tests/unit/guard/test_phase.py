@@ -1,4 +1,4 @@
-"""Where a run stands: which transitions there are, and that no other one is possible."""
+"""Where a run stands: to which phase each transition leads, and what of it is saved."""
 
 from __future__ import annotations
 
@@ -59,33 +59,6 @@ def test_each_transition_leads_to_its_phase(transitions: list[str], phase: Phase
 
 
 @pytest.mark.parametrize(
-    ("before", "transition"),
-    [
-        ([], "begin"),
-        (["open"], "commit"),
-        (["open"], "take_back"),
-        (["open"], "committed"),
-        (["open"], "rewound"),
-        (["open", "begin"], "begin"),
-        (["open", "begin"], "boundary"),
-        (["open", "begin"], "skipped"),
-        (["open", "begin", "commit"], "take_back"),
-        (["open", "begin", "commit"], "begin"),
-        (["open", "begin", "commit"], "boundary"),
-        (["open", "begin", "take_back"], "commit"),
-        (["open", "begin", "commit", "committed"], "take_back"),
-    ],
-)
-def test_no_other_transition_is_possible(before: list[str], transition: str) -> None:
-    """What has moved weights cannot be taken back, and nothing is committed that was not begun."""
-    state = at(*before)
-    phase = state.phase
-    with pytest.raises(AssertionError, match="cannot go to"):
-        getattr(state, transition)()
-    assert state.phase is phase
-
-
-@pytest.mark.parametrize(
     ("before", "after"),
     [
         (["open"], Phase.AT_BOUNDARY),
@@ -127,12 +100,6 @@ def test_nobody_in_the_guard_uses_a_private_attribute_of_another() -> None:
         if any(name in mine for other, mine in own.items() if other != path)
     }
     assert not foreign
-
-
-def test_a_rollback_cannot_begin_in_a_step() -> None:
-    """The attempt is taken back first."""
-    with pytest.raises(AssertionError), at("open", "begin").rolling_back():
-        pass
 
 
 class FailsHalfWay(torch.optim.SGD):

@@ -67,32 +67,6 @@ def test_a_copy_waits_until_the_last_one_is_a_hundredth_of_the_time() -> None:
     assert not kept.is_due(19)
 
 
-def test_a_third_copy_lies_where_the_first_one_was() -> None:
-    """Both that are kept hold what they were made of, also where a tensor has come, gone or changed its form."""
-    kept = snapshots(10)
-    states = [
-        {"weight": torch.full((4, 3), float(number)), "moment": torch.full((4, 3), -float(number)).t()}
-        for number in range(5)
-    ]
-    states[3]["new"] = torch.arange(3)
-    del states[4]["moment"]
-    places = set()
-    for number, state in enumerate(states):
-        kept.keep(10 * number, lambda state=state: state)  # type: ignore[misc]
-        for at, made_of in enumerate(states[max(0, number - 1) : number + 1], max(0, number - 1)):
-            copy = kept.newest(10 * at)
-            assert copy is not None
-            assert copy.trees.keys() == made_of.keys()
-            for name, tensor in made_of.items():
-                assert torch.equal(copy.trees[name], tensor)
-                assert copy.trees[name].stride() == tensor.stride()
-                assert copy.trees[name].data_ptr() != tensor.data_ptr()
-        newest = kept.newest(1000)
-        assert newest is not None
-        places.add(newest.trees["weight"].data_ptr())
-    assert len(places) == 2
-
-
 def test_a_state_that_is_not_good_is_not_copied() -> None:
     """It is asked for again an interval later, and those that are there stay."""
     kept = snapshots(10)

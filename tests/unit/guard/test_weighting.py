@@ -419,36 +419,3 @@ def test_what_a_loss_brings_beside_it_is_put_together(tmp_path: Any, micro_batch
     assert torch.allclose(found["first"], expected[:, 0].mean())
     assert found["share"] == pytest.approx(1.0 if micro_batch_size is None else (16 + 16 + 4) / 100)
     assert found["name"] == ("of 10" if micro_batch_size is None else ["of 4", "of 4", "of 2"])
-
-
-def padded(cut: Callable[[torch.Tensor, int], torch.Tensor], *, masked: bool) -> Callable[[Model], Any]:
-    """Return a loss that pads to the longest of the lengths that it is given, and means over padding or not."""
-
-    def loss(model: Model, batch: Any) -> torch.Tensor:
-        longest = int(batch["lengths"].max())
-        mask = torch.arange(longest) < batch["lengths"].unsqueeze(1)
-        each = errors(model, cut(batch["x"], longest))
-        return (each * mask).sum() / mask.sum() if masked else each.mean()
-
-    return lambda model: functools.partial(loss, model)
-
-
-@pytest.mark.parametrize("forks", [True, False])
-def test_padding_that_keeps_a_batch_from_being_split_is_named(tmp_path, monkeypatch, forks):
-    """Where parts fit nothing, or mean over other padding; not where all is trimmed, or where padding is no cause."""
-    if not forks:
-        monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
-    lengths = torch.tensor([2, 1, 3, 2, 3, 6, 1, 4, 2, 2])
-    batch = {"x": X, "lengths": lengths}
-    for number, (cut, masked) in enumerate([(lambda x, _: x, True), (lambda x, longest: x[:, :longest], False)]):
-        with pytest.raises(
-            holdfast.BatchError, match=r"each of batch\['lengths'\].* trim all to the longest"
-        ) as found:
-            step(tmp_path / str(number), batch, padded(cut, masked=masked), micro_batch_size=2)
-        assert found.value.rule == "H207"
-        said = step(tmp_path / f"auto {number}", batch, padded(cut, masked=masked))[2]["split"]
-        assert said.startswith("refused: a part pads or masks") == forks  # else it is tried before the first split
-    trimmed = padded(lambda x, longest: x[:, :longest], masked=True)
-    assert step(tmp_path / "trimmed", batch, trimmed, micro_batch_size=2)[1].micro_batch_size == 2
-    with pytest.raises(holdfast.BatchError, match="gradient over 4 samples differs"):
-        step(tmp_path / "other", batch, lambda m: lambda b: both(m, b["x"]) ** 2, micro_batch_size=2)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import asdict
 from typing import Any
-
-import pytest
 
 from holdfast.learning.finding import EXPLAINED_BY, Finding, ordered
 from holdfast.learning.rules.judge import learning_rules
@@ -49,12 +44,3 @@ def test_explanations_name_rules_that_exist_and_have_no_circle() -> None:
     known = {*learning_rules(), "H829"}
     assert {*EXPLAINED_BY, *(rule for rules in EXPLAINED_BY.values() for rule in rules)} <= known
     assert not [(a, b) for a, rules in EXPLAINED_BY.items() for b in rules if a in EXPLAINED_BY.get(b, ())]
-
-
-def test_a_finding_can_be_written_down_and_read_aloud() -> None:
-    """It is plain data for an event, and a text with its rule for a person."""
-    finding = found("H811", where="critic")
-    assert Finding(**json.loads(json.dumps(asdict(finding)))) == finding
-    assert str(finding) == "This. (critic)\nFix: That.\n[H811] run `holdfast explain H811`"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        finding.rule = "H812"  # type: ignore[misc]

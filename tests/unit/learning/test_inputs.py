@@ -36,16 +36,6 @@ def test_a_fingerprint_is_that_of_the_contents(dtype: torch.dtype) -> None:
     assert fingerprint(one) != fingerprint(one.view(4, 3))
 
 
-def test_repeats_are_counted() -> None:
-    """One batch for ever, pairs, and fresh batches look different."""
-    same = torch.randn(8, 3)
-    assert after(*[same] * 6).longest_repeat == 6
-    fresh = [torch.randn(8, 3) for _ in range(6)]
-    pairs = after(*[batch for batch in fresh for _ in range(2)])
-    assert (pairs.repeated_pairs, pairs.longest_repeat, pairs.different) == (6, 2, 6)
-    assert after(*fresh).longest_repeat == 1
-
-
 def test_a_batch_that_is_used_twice_in_a_step_is_no_repeat() -> None:
     """Two passes over one batch, as sharpness-aware steps and inner loops make them, are one batch of one step."""
     inputs = InputObserver()
@@ -95,18 +85,3 @@ def test_equal_answers_to_different_samples_are_seen(batch: Tensor, answer: Tens
     """Only where the samples differ and there is an answer for each does an equal answer say something."""
     facts = after(batch, answers=answer)
     assert (facts.answers, facts.same_answers) == counted
-
-
-@pytest.mark.parametrize(
-    ("order", "found"),
-    [
-        ([*range(10)] * 3, (10, 20)),
-        ([*range(10), *reversed(range(10)), *range(10)], (0, 0)),
-        ([*range(30)], (0, 0)),
-        ([0] * 9, (1, 8)),
-    ],
-)
-def test_an_order_that_comes_again_has_a_period(order: list[int], found: tuple[int, int]) -> None:
-    """Equal batches at one distance, and none that differs there; another order of the same batches has none."""
-    facts = after(*(torch.full((4, 2), float(batch)) for batch in order))
-    assert (facts.period, facts.periodic) == found

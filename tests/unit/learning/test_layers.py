@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.learning.layers import ActivationObserver, Gradients, LayerObserver
-from holdfast.learning.measures import norms_of, spread_of
-from holdfast.learning.optimizers import AccumulationCheck
+from holdfast.learning.measures import spread_of
 
 
 def step(layers: LayerObserver, optimizer: torch.optim.Optimizer) -> tuple[Gradients, bool]:
@@ -61,38 +60,6 @@ def test_what_is_not_finite_is_named_and_kept_out_of_the_medians() -> None:
     assert before.nonfinite == ["weight"]
     assert layers.facts()["weight"].gradient_rms == pytest.approx(1)
     assert layers.facts()["weight"].nonfinite
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_clean_starts_and_leaks_are_distinguished(to_none: bool) -> None:
-    """Cleared gradients start clean, also with several micro-batches; gradients that were left do not."""
-    model = nn.Linear(3, 1)
-    check = AccumulationCheck(model.parameters())
-    clean = []
-    for clears in (True, True, False, False, True):
-        if clears:
-            model.zero_grad(set_to_none=to_none)
-        for _ in range(2):
-            model(torch.randn(4, 3)).sum().backward()
-        clean.append(check.at_step()[1])
-    assert clean == [True, True, False, False, True]
-    check.close()
-    model(torch.randn(4, 3)).sum().backward()
-    assert not check.at_step()[0]
-
-
-@pytest.mark.parametrize(("limit", "factor"), [(0.0, 0.0), (-1.0, -1.0), (1e-3, 1e-3), (1e9, 1.0)])
-def test_what_happens_to_a_gradient_before_the_step_is_seen(limit: float, factor: float) -> None:
-    """Zeroing, reversing, scaling and leaving alone have their own factors."""
-    model = nn.Linear(3, 1)
-    check = AccumulationCheck(model.parameters())
-    model(torch.ones(4, 3)).sum().backward()
-    norm = math.hypot(*norms_of([p.grad for p in model.parameters() if p.grad is not None]))
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad.mul_(min(limit / norm, 1.0))
-    expected = factor if limit in (0.0, 1e9) else limit / norm
-    assert check.at_step()[2] == [pytest.approx(expected), pytest.approx(expected)]
 
 
 def test_dead_and_saturated_units_are_counted_over_windows() -> None:

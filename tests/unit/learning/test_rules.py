@@ -29,7 +29,7 @@ RISING = [(i, 1.0 + 0.1 * i) for i in range(200)]
 
 OPTIMIZER = OptimizerFacts(
     kind="SGD", steps=400, observed=70, tensors=4, lr=0.1, largest_lr=0.1, with_gradient_steps=70, checked=8,
-    clean_starts=8, scaled=1.0, moved=70, losses=FALLING, gradient_norms=[1.0, 1.5, 0.8] * 30,
+    scaled=1.0, moved=70, losses=FALLING, gradient_norms=[1.0, 1.5, 0.8] * 30,
 )  # fmt: skip
 LAYER = LayerFacts(
     elements=100, dims=2, steps=70, with_gradient=70, compared=20, ratio=1e-3, largest_ratio=1e-2, gradient_rms=1e-2,

@@ -14,9 +14,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from recipes.features.cache import FeatureCache
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.features.cache import FeatureCache
 from holdfast.testing import flip_bit
 
 VALUES: list[Any] = [  # what tests/property/test_feature_cache.py does not make

@@ -18,10 +18,8 @@ from holdfast.core.events.event import EventData
 from holdfast.core.events.run_events import DescriptorLimitRaised
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.workers.board import PREPARING, STARTING, Showing
-from holdfast.loader.workers.fetch import Report
 from holdfast.loader.workers.map_source import Source
 from holdfast.loader.workers.pool import WorkerSettings
-from holdfast.loader.workers.processes import LoaderQueue
 from holdfast.loader.workers.recovery import WorkerRecovery
 from holdfast.loader.workers.watch import Loss
 
@@ -152,21 +150,6 @@ def test_descriptors_that_run_out_are_spared() -> None:
     (event,) = events
     assert isinstance(event, DescriptorLimitRaised)
     assert (event.before, event.now) == (before[1] - 1, before[1])
-
-
-def test_what_cannot_be_pickled_ends_nothing() -> None:
-    """A batch becomes a report of why; anything else is told as by every queue, and what follows is sent."""
-    queue = LoaderQueue(ctx=multiprocessing.get_context("fork"))
-    for item in ((0, (lambda: 0, tuple(Report(7)))), (1, (lambda: 0,) * 10), (2, "sent")):
-        queue.put(item)
-    arrived = dict(queue.get(timeout=20) for _ in range(2))
-    batch, fields = arrived[0]
-    report = Report(*fields)
-    assert (batch, report.number, arrived[2]) == (None, 7, "sent")
-    assert report.fatal is not None
-    assert "pickle" in report.fatal.text
-    queue.close()
-    queue.join_thread()
 
 
 def test_indices_that_cannot_be_pickled_are_an_error_at_once(caplog: pytest.LogCaptureFixture) -> None:

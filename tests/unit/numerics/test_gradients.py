@@ -27,20 +27,6 @@ def _gradients(groups: list[Group]) -> list[torch.Tensor]:
     return [parameter.grad for group in groups for parameter in group.parameters if parameter.grad is not None]
 
 
-def _copies(groups: list[Group]) -> list[Group]:
-    return [
-        Group(group.name, group.optimizer, [_parameter(gradient.clone()) for gradient in _gradients([group])])
-        for group in groups
-    ]
-
-
-def _clipped(groups: list[Group], max_norm: float, clip_by: str) -> list[torch.Tensor]:
-    groups = _copies(groups)
-    _, each = inspect(groups, _LOSS)
-    clip(groups, each, max_norm, clip_by)  # type: ignore[arg-type]
-    return _gradients(groups)
-
-
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_bad_loss_is_found_with_good_gradients(loss: float) -> None:
     """The loss is part of the check, and it is reported as it is."""
@@ -101,10 +87,8 @@ _HALF = torch.float16
 _OVERFLOWS = {
     "fp32, one element of 2e19": ([torch.tensor([2e19, 0.0])], 2e19),
     "fp32, 1e20 beside ones": ([torch.tensor([1e20]), torch.ones(100)], 1e20),
-    "fp32, four tensors of 1.8e19": ([torch.tensor([1.8e19])] * 4, 3.6e19),
     "fp16, 200 elements of 5000": ([torch.full((200,), 5000.0, dtype=_HALF)], 5000 * 200**0.5),
     "fp16, four tensors of norm 4e4": ([torch.full((4,), 2e4, dtype=_HALF)] * 4, 8e4),
-    "fp16, a million elements of 100": ([torch.full((10**6,), 100.0, dtype=_HALF)], 1e5),
     "bf16, 1e20 beside ones": (
         [torch.tensor([1e20], dtype=torch.bfloat16), torch.ones(100, dtype=torch.bfloat16)],
         1e20,
@@ -120,11 +104,13 @@ def test_finite_gradients_that_torch_turns_into_zeros_have_the_norm_asked_for(
     ordinary = [_parameter(gradient.clone()) for gradient in gradients]
     nn.utils.clip_grad_norm_(ordinary, 1.0)
     assert not any(parameter.grad.any() for parameter in ordinary if parameter.grad is not None)
-    facts, _ = inspect([_group(*gradients)], _LOSS)
+    groups = [_group(*(gradient.clone() for gradient in gradients))]
+    facts, each = inspect(groups, _LOSS)
     assert facts.total == pytest.approx(norm, rel=0.01)
     assert not facts.nonfinite
-    clipped = _clipped([_group(*gradients)], 1.0, "global")
-    assert math.hypot(*(float(gradient.double().norm()) for gradient in clipped)) == pytest.approx(1.0, rel=0.01)
+    clip(groups, each, 1.0, "global")
+    clipped = math.hypot(*(float(gradient.double().norm()) for gradient in _gradients(groups)))
+    assert clipped == pytest.approx(1.0, rel=0.01)
 
 
 def test_what_is_read_along_takes_the_same_reading():

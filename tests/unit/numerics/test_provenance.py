@@ -226,20 +226,18 @@ def test_of_an_in_place_operation_the_old_value_is_reported() -> None:
     assert (origin.operands[0].least, origin.operands[0].most) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(("read", "op"), [(0, "log"), (1, "acos")])
-def test_a_write_into_part_of_a_tensor_is_traced_to_its_writer(read: int, op: str) -> None:
-    """Of several writes through views into one buffer, the one at the bad place is followed, the last or not."""
+def test_a_write_into_part_of_a_tensor_is_traced_to_its_writer() -> None:
+    """Of writes through views into one buffer the bad one is followed, the last or not."""
 
     def parts(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
         out[:, 0] = torch.log(x[:, 0].abs() * 0)
-        out[:, 1] = torch.acos(x[:, 1] + 5)
-        out[:, 2:] = x[:, 2:]
-        return out[:, read : read + 1].expand(-1, 8) + 0 * x
+        out[:, 1:] = x[:, 1:]
+        return out[:, :1].expand(-1, 8) + 0 * x
 
     origin = find(Net(parts), torch.randn(SAMPLES, 8))
     assert origin is not None
-    assert origin.op == op
+    assert origin.op == "log"
 
 
 class Root(torch.autograd.Function):

@@ -51,6 +51,22 @@ def test_each_name_is_a_panel_below_the_others(tmp_path: Path) -> None:
     assert found["<b>accuracy</b>"] == [("guard rank0", [7])]
 
 
+def test_steps_on_another_scale_have_an_axis_of_their_own(tmp_path: Path) -> None:
+    """Epochs and samples as steps neither squeeze the other curves nor are squeezed; these share one axis."""
+    run = make_run(tmp_path / "run", steps=400)
+    for name, step in (("by sample", 25_600), ("by epoch", 3), ("by step", 390)):
+        log(run / "processes" / f"{GONE}-7", step, **{name: 1.0})
+    steps = figures(gather(run))["steps"]
+    titles = [each["text"] for each in steps["layout"]["annotations"]][-3:]
+    alone = "(over steps of its own)"
+    assert titles == ["<b>by step</b>", f"<b>by sample {alone}</b>", f"<b>by epoch {alone}</b>"]
+    count = len(steps["layout"]["annotations"])
+    assert steps["layout"]["xaxis"]["anchor"] == f"y{count - 2}"
+    own = {each["yaxis"]: each.get("xaxis") for each in steps["data"] if each["x"] in ([25_600], [3], [390])}
+    assert own == {f"y{count - 2}": None, f"y{count - 1}": f"x{count - 1}", f"y{count}": f"x{count}"}
+    assert steps["layout"][f"xaxis{count}"]["anchor"] == f"y{count}"
+
+
 def test_too_many_names_and_lost_values_are_said(tmp_path: Path) -> None:
     """Without a step too, 24 panels are drawn, of the names that came first, and what was overwritten is said."""
     folder = add_process(tmp_path)

@@ -168,6 +168,7 @@ class Seen:
         self.path = folder / "board"
         self.board = ProgressBoard(self.path)
         self.ring = folder / "samples"
+        self.settings: dict[str, Any] = {}
         self._samples = SampleRing(self.ring)
         self.roles: list[str] = []
         self.failures: list[BaseException] = []
@@ -176,6 +177,9 @@ class Seen:
 
     def samples(self) -> SampleRing:
         return self._samples
+
+    def describe(self, settings: dict[str, Any]) -> None:
+        self.settings = dict(settings)
 
     def becomes(self, role: str) -> None:
         self.roles.append(role)

@@ -28,12 +28,6 @@ def decide(last: Verdict, *history: Past, environment: dict[str, str] | None = N
     return decide_restart(last, history, BUDGETS, environment or {})
 
 
-def test_what_ended_well_or_is_a_users_error_is_not_started_again():
-    """Neither success nor an error in the script is repeated, whatever is left of the budgets."""
-    assert isinstance(decide(verdict("retry", family="ended well"), past()), Stop)
-    assert isinstance(decide(verdict("stop", family="user code"), past(kind="stop")), Stop)
-
-
 def test_a_cause_that_may_pass_is_retried_after_a_delay_that_doubles():
     """10, 20 and 40 seconds, then the three restarts are used."""
     history, delays = [], []
@@ -114,19 +108,7 @@ def test_no_history_exceeds_the_budgets(failures, budgets):
     assert used["others"] <= budgets.max_restarts
 
 
-@settings(deadline=None)
-@given(
-    st.integers(0, 10**6),
-    st.one_of(st.none(), st.integers(0, 10**6)),
-    st.sampled_from(["retry", "stop", "remedy"]),
-    st.integers(0, 100),
-)
-def test_an_error_that_comes_back_is_never_run_more_than_twice(at_step, steps, kind, most):
-    """A failure with one cause at one step, whatever a verdict allows, is seen twice at most."""
-    history: list[Past] = []
-    for _ in range(10):
-        history.append(Past(cause="H999", kind=kind, at_step=at_step, steps=steps, seconds=10_000))
-        decision = decide_restart(verdict(kind, "H999", X="1"), history, Budgets(max_restarts=most), {"X": "1"})
-        if isinstance(decision, Stop):
-            break
-    assert len(history) <= 2
+def test_what_ended_well_or_is_a_users_error_is_not_started_again():
+    """Neither success nor an error in the script is repeated, whatever is left of the budgets."""
+    assert isinstance(decide(verdict("retry", family="ended well"), past()), Stop)
+    assert isinstance(decide(verdict("stop", family="user code"), past(kind="stop")), Stop)

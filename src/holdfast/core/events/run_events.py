@@ -167,13 +167,12 @@ class SchedulersWait(EventData):
 
 
 class CheckpointSaved(EventData):
-    """A checkpoint counts from now on. Its costs: the stall of the loop, and slower steps too where measured."""
+    """A checkpoint counts from now on; `stall_seconds` of these seconds held the loop."""
 
     checkpoint: str
     size_bytes: int
     seconds: float
     stall_seconds: float
-    save_costs_seconds: float | None = None
     removed: tuple[str, ...] = ()
 
 

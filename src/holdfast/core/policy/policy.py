@@ -174,10 +174,10 @@ class Policy:
     """Autocast type of the forward pass. ``"fp16"`` brings a loss scaler that holdfast owns."""
 
     save_interval_steps: int | Literal["auto"] | None = "auto"
-    """Optimizer steps between checkpoints. ``"auto"``: where saving and lost work together cost least time
-    (arXiv 2410.18124), from what steps and saves take; 500, the Hugging Face Trainer's default, until that is known;
-    and in a young run after 5 seconds, then whenever it is twice as old as at its last one. None writes none, so
-    there is nothing to roll back to; a run directory that holds checkpoints is resumed all the same."""
+    """Optimizer steps between checkpoints. ``"auto"``: by time, where saving and lost work together cost least
+    (arXiv 2410.18124), from what saves take; in a young run after 5 seconds, then whenever it is twice as old as at
+    its last one. None writes none, so there is nothing to roll back to; a run directory that holds checkpoints is
+    resumed all the same."""
 
     save_interval_minutes: float | None = None
     """Most minutes from one checkpoint to the next, whatever ``save_interval_steps`` says: one is due at the first

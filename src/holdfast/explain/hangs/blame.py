@@ -184,7 +184,7 @@ def _sentence(
     who = f"Process {first.pid}" if first.rank is None else f"Rank {first.rank} (process {first.pid})"
     text = f"{who} has made no progress for {first.seconds:.{0 if first.seconds >= 10 else 1}f} s"
     text += f" in the phase {first.phase!r}" if first.phase else ""
-    text += f", at step {first.step}."
+    text += f", at step {first.step}." if first.phase else "."  # who has no board does not say its steps
     if gone:
         text += f" Rank {', '.join(map(str, gone))} has ended, and the others wait for it."
     elif odd is not None:

@@ -109,15 +109,19 @@ def text_of(value: Any) -> str:
 
 
 def already_tried(events: Iterable[Event]) -> list[str]:
-    """Return what guards did against trouble, one sentence for each kind, with the reason of the newest."""
+    """Return what guards did against trouble, one sentence for each kind, with samples and the newest's reason."""
     counted: Counter[str] = Counter()
     newest: dict[str, str] = {}
+    samples: dict[str, None] = {}  # that are quarantined
     for event in events:
         counted[event.kind] += 1
+        if event.kind == "sample_quarantined" and "sample" in event.data:
+            samples[plain_text(str(event.data["sample"]))[:_COMPARED]] = None
         newest[event.kind] = text_of(event.data.get(_REMEDIES.get(event.kind, ("", "reason"))[1])).strip()
     return [
         f"a Guard {words}"
         + (f", {counted[kind]} times" if counted[kind] > 1 else "")
+        + (f" ({', '.join(samples)[:_MOST_TEXT]})" if samples and kind == "sample_quarantined" else "")
         + (f": {newest[kind].splitlines()[-1][:_MOST_REASON]}" if newest[kind] else "")
         for kind, (words, _) in _REMEDIES.items()
         if counted[kind]

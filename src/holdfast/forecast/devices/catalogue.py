@@ -40,7 +40,6 @@ class Device:
     """
 
     name: str
-    total_bytes: int
     usable_bytes: int
     context_bytes: int
     cublas_workspace_bytes: int
@@ -121,7 +120,6 @@ def _of_unknown_kind(size: int) -> Device:
     return replace(
         near,
         name=f"{size / GIB:.4g}GiB",
-        total_bytes=size,
         usable_bytes=size,
         context_bytes=max(one.context_bytes for one in likely),
         capability=min(one.capability for one in likely if one.capability),
@@ -144,7 +142,6 @@ def _entry(entry: Mapping[str, Any], found: Mapping[str, Any]) -> Device:
     cublaslt = found["cublaslt_workspaces"][vendor]
     return Device(
         name=entry["name"],
-        total_bytes=int(entry["total_gib"] * GIB),
         usable_bytes=int(entry["usable_gib"] * GIB) - _ROUNDING_BYTES,
         context_bytes=int(entry["context_gib"] * GIB) + 2 * _ROUNDING_BYTES,
         cublas_workspace_bytes=cublas["bytes"],

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -49,7 +49,6 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.guesses = guesses
         self.facts = Facts()
         self.kernels: Mapping[Any, Callable[..., Any]] = {}
-        self._placed: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -114,18 +113,11 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return arg
 
     def adopted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake twin of a real tensor, always the same; on the device if it was moved to CUDA before."""
+        """Return a fake twin of a real tensor."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return tensor
-        entry = self._placed.get(id(tensor))
-        if entry is not None and entry[0]() is tensor:
-            return entry[1]
         twin: torch.Tensor = self.from_tensor(tensor)
         self.facts.know(twin, tensor.detach())
-        if stand_ins.was_on_cuda(tensor):
-            with self, torch.no_grad():
-                twin = twin.to(self.fake_device)
-            self._placed[id(tensor)] = (weakref.ref(tensor), twin)
         return twin
 
 
@@ -163,12 +155,6 @@ class ForecastDevice:
         for module in modules:
             placement.place(module, self.device)
         placement.check_hooks_on_nodes()
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Make tensors real in here, and on the CPU: for code that needs values."""
-        with fake_tensor.unset_fake_temporarily(), stand_ins.OnHost(self.device):
-            yield
 
 
 @contextlib.contextmanager
@@ -232,35 +218,18 @@ def _foreach_for_fake_tensors() -> Iterator[None]:
         yield
 
 
-class _Backend:
-    """What torch asks a backend's module for; user code does not see it."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Do nothing: no number is drawn."""
-
-    def get_rng_state(self, *_: object) -> torch.Tensor:
-        return torch.empty(16, dtype=torch.uint8)
-
-    def set_rng_state(self, *_: object) -> None:
-        """Do nothing: no number is drawn."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
+# What torch asks a backend's module for; user code does not see it. No number is drawn.
+_BACKEND = SimpleNamespace(
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda _: None,
+    get_rng_state=lambda *_: torch.empty(16, dtype=torch.uint8),
+    set_rng_state=lambda *_: None,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16, torch.float32],
+)
 
 
 def _register() -> None:
@@ -270,7 +239,7 @@ def _register() -> None:
     try:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
 
-        setup(DEVICE_NAME, backend_module=_Backend())
+        setup(DEVICE_NAME, backend_module=_BACKEND)
     except (ImportError, RuntimeError, AttributeError, TypeError) as error:
         raise _no_slot(str(error).splitlines()[0]) from error
     _registered = True

@@ -22,17 +22,8 @@ _LEFT_BEHIND = "_holdfast_left_behind"  # marks what a parameter was before it w
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Bring a module's parameters, gradients and buffers to a device; real ones become fake, without being read.
-
-    The fake mode must be active.
-    """
-
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor.to(device)
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-    module._apply(placed)  # type: ignore[no-untyped-call]
+    """Bring a module's parameters, gradients and buffers to a device; the fake mode must be active."""
+    module._apply(lambda tensor: tensor.to(device))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

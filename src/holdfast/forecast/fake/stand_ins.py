@@ -19,14 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.importing import ImportWatch
 from holdfast.forecast.fake.cuda_module import Patches, install_cuda_module
 from holdfast.forecast.fake.guesses import Guesses
-
-_ON_CUDA = "_holdfast_on_cuda"
 
 
 def redirected(device: Any, fake: torch.device) -> Any:
@@ -36,37 +33,6 @@ def redirected(device: Any, fake: torch.device) -> Any:
     if isinstance(device, str) and (device == "cuda" or device.startswith("cuda:")):
         return fake
     return device
-
-
-class OnHost(TorchFunctionMode):
-    """Has ``"cuda"`` mean the CPU, for real tensors, and remembers which were moved or made there."""
-
-    def __init__(self, fake: torch.device) -> None:
-        super().__init__()
-        self._fake = fake
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        on_cuda = False
-
-        def home(arg: Any) -> Any:
-            nonlocal on_cuda
-            there = redirected(arg, self._fake)
-            if isinstance(there, torch.device) and there == self._fake:
-                on_cuda = True
-                return torch.device("cpu")
-            on_cuda = on_cuda or was_on_cuda(arg)
-            return arg
-
-        out = func(*map(home, args), **{name: home(arg) for name, arg in (kwargs or {}).items()})
-        if on_cuda and type(out) is torch.Tensor and not out.requires_grad:
-            out = out.detach() if any(out is arg for arg in args) else out  # the one on the host is another
-            setattr(out, _ON_CUDA, True)
-        return out
-
-
-def was_on_cuda(tensor: Any) -> bool:
-    """Return whether a real tensor was moved to CUDA or made there, while that meant the CPU."""
-    return isinstance(tensor, torch.Tensor) and _ON_CUDA in getattr(tensor, "__dict__", ())
 
 
 @contextlib.contextmanager

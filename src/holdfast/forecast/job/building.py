@@ -6,8 +6,8 @@ A factory returns a dict:
     {"model": …, "optimizer": …, "step": f, "batch": …}       f(batch), f(model, batch) or f(guard, batch) is a step
     {"model": …, "optimizer": …, "step": f}                   f(batch_size)
 
-Models and optimizers may be dicts. A batch that is a dict needs no function: ``model(**batch).loss`` is taken. Other
-keys, such as ``scheduler``, are passed over. A factory with a parameter ``micro_batch_size`` is called with it.
+Models and optimizers may be dicts. Other keys, such as ``scheduler``, are passed over. A factory with a parameter
+``micro_batch_size`` is called with it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Built:
 
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
-    function: Function | None
+    function: Function
     is_step: bool
     batch: Any
     has_batch: bool
@@ -99,7 +99,7 @@ def _read(name: str, factory: Function, returned: Any) -> Built:
     if missing:
         raise _wrong(name, factory, f"a dict with {', '.join(map(repr, returned))}, without {' and '.join(missing)}")
     function = returned["step"] if is_step else returned.get("loss_fn")
-    if not callable(function) and not (function is None and isinstance(batch, Mapping)):
+    if not callable(function):
         raise _wrong(name, factory, f"a {type(function).__name__} as {'step' if is_step else 'loss_fn'}")
     size, split = returned.get("batch_size"), returned.get("split", 0)
     return Built(
@@ -131,10 +131,10 @@ def _named(name: str, factory: Function, given: Any, what: str, kind: type) -> d
     return found
 
 
-def positional_parameters(function: Function | None) -> list[str]:
+def positional_parameters(function: Function) -> list[str]:
     """Return the names of the parameters that a function must be given."""
     try:
-        parameters = {} if function is None else inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return []
     return [
@@ -161,7 +161,8 @@ def _failed(name: str, when: str, error: BaseException) -> PolicyError:
     line = line_of(error)
     why = f"{when}: {first_line(error)}" + (f", at {line}" if line else "")
     if not _NEEDS_CUDA.search(str(error)):
-        return _unusable(name, why, "correct what the message names, in the module or in the function.")
+        fix = "correct what the message names; in the module and the function tensors have shapes and no values."
+        return _unusable(name, why, fix)
     return PolicyError(
         f"factory {name!r} needs CUDA {why}",
         limit="a forecast has no GPU, and what stands for one answers torch.cuda and device='cuda' only",

@@ -22,7 +22,6 @@ import torch
 from holdfast.core.errors import HoldfastError
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 from holdfast.forecast.job import building
-from holdfast.forecast.job.building import Built
 from holdfast.forecast.job.jobs import Job
 from holdfast.forecast.job.tracing import ANSWER, DOING, REQUEST
 from holdfast.forecast.kernels import scratch, scratch_cpu
@@ -51,7 +50,7 @@ def main(folder: Path) -> None:
 
 
 class _Tracing:
-    """Builds a job, makes steps of it and traces them: the fields of a `TraceRequest`, and ``weights``."""
+    """Builds a job, makes steps of it and traces them: the fields of a `TraceRequest`."""
 
     def __init__(self, request: dict[str, Any], folder: Path) -> None:
         self._request, self._folder = request, folder
@@ -85,23 +84,13 @@ class _Tracing:
         return {"files": files, "trace_seconds": seconds, "build_seconds": build_seconds, **_facts(job)}
 
     def _build(self) -> Job:
-        request, device = self._request, self._device
-        options = {name: request[name] for name in ("gradient_accumulation_steps", "recompute")}
+        request = self._request
         self._begin("importing the factory")
-        if request["weights"] == "fake":
-            return Job(self._call_factory(), device, **options)
-        with device.suspended():
-            built = self._call_factory()
-        job = Job(built, device, **options)
-        what = f"build ran with real weights and took up to {_host_bytes() / 2**30:.2f} GiB of host memory"
-        job.assumptions.append(Assumption(what=what))
-        return job
-
-    def _call_factory(self) -> Built:
-        name = self._request["factory"]
-        factory = building.load_factory(name)
+        factory = building.load_factory(request["factory"])
         self._begin("building the model")
-        return building.call_factory(name, factory, size=self._sizes[0])
+        built = building.call_factory(request["factory"], factory, size=self._sizes[0])
+        options = {name: request[name] for name in ("gradient_accumulation_steps", "recompute")}
+        return Job(built, self._device, **options)
 
     def _trace_sizes(self) -> tuple[list[Trace], list[float]]:
         """Return a trace of each size that is asked for, and how long it took."""

@@ -27,7 +27,7 @@ from holdfast.forecast.fake.facts import worth_knowing
 from holdfast.forecast.fake.stand_ins import for_several_devices
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built, Function
-from holdfast.forecast.job.sample_batch import Leaf, SampleBatch, Values, leaves_of
+from holdfast.forecast.job.sample_batch import Leaf, SampleBatch, Values, cut, leaves_of
 from holdfast.forecast.job.user_functions import (
     GuardStandIn,
     Watch,
@@ -181,7 +181,7 @@ class Job:
         self._stepped |= self._names_of(seen.optimizers)
 
     def _step_of_guard(self, batch: Any, function: Function, names: Sequence[str]) -> torch.Tensor | None:
-        return self.make_step(self.cut(batch), function, names)
+        return self.make_step([batch] if self._count == 1 else cut(batch, self._count), function, names)
 
     def make_step(self, parts: Sequence[Any], function: Function, names: Sequence[str]) -> torch.Tensor | None:
         """Make one step from micro-batches; return the last loss, or None if the function ran backward itself."""
@@ -217,13 +217,6 @@ class Job:
             for name, one in self.optimizers.items()
             if any(id(p) in done for group in one.param_groups for p in group["params"])
         }
-
-    def cut(self, batch: Any) -> list[Any]:
-        """Return the micro-batches of a batch that a step gives to a guard."""
-        count = self._count
-        if count == 1:
-            return [batch]
-        return SampleBatch(batch, read=self._read, make=self._make).parts(batch, count)
 
     def _inputs(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return where gradients may go, as Guard does: None if backward reaches nothing else anyway.

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from holdfast.core.containers import children_of, rebuilt
 from holdfast.core.errors import BatchError
 from holdfast.forecast.trace.events import Assumption
+from holdfast.loader.splitting import Split, batch_size, micro_batches
 
 Values = npt.NDArray[Any]
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
@@ -98,23 +99,15 @@ class SampleBatch:
         return self._made(self._batch, "batch", size)
 
     def parts(self, batch: Any, count: int) -> list[Any]:
-        """Cut a batch that was made here into equal parts, as views; its size is a multiple of `count`."""
+        """Cut a batch that was made here into equal parts, as a guard does; its size is a multiple of `count`."""
+        return cut(batch, count, self._how(self._batch, "batch"))
 
-        def part(path: str, node: Any, number: int) -> Any:
-            if path in self._lists:
-                each = len(node) // count
-                return type(node)(node[number * each : (number + 1) * each])
-            children = _children(node)
-            if children is not None:
-                return _rebuilt(node, {key: part(f"{path}[{key!r}]", c, number) for key, c in children.items()})
-            if path not in batched:
-                return node
-            each = node.shape[self._split] // count
-            window = slice(number * each, (number + 1) * each)
-            return node[(slice(None),) * self._split + (window,)]
-
-        batched = {path for path, leaf in self._leaves if self._is_batched(leaf)}
-        return [part("batch", batch, number) for number in range(count)]
+    def _how(self, node: Any, path: str) -> Any:
+        """Return how a batch like this one is cut; see `Split`."""
+        children = _children(node)
+        if path in self._lists or children is None:
+            return "items" if path in self._lists else self._split if self._is_batched(node) else None
+        return {key: self._how(child, f"{path}[{key!r}]") for key, child in children.items()}
 
     def assumptions(self) -> Iterator[Assumption]:
         """Yield what was found by looking."""
@@ -275,6 +268,12 @@ def _walk(node: Any, path: str = "batch", *, leaves: bool) -> Iterator[tuple[str
     if children is not None:
         for key, child in children.items():
             yield from _walk(child, f"{path}[{key!r}]", leaves=leaves)
+
+
+def cut(batch: Any, count: int, split: Split = 0) -> list[Any]:
+    """Cut a batch into equal parts, as views."""
+    size = batch_size(batch, split)
+    return [part for part, _ in micro_batches(batch, size, size // count, split)]
 
 
 def leaves_of(batch: Any) -> list[Any]:

@@ -1,8 +1,7 @@
 """Have a training step traced in a process of its own, and get the traces back.
 
 A process, since the fake device is registered for good, since user code that meets it may abort, and since the
-process that asks may itself be training. Where a model cannot be built with fake weights, another process builds it
-with real ones, and that is among the assumptions. Torch is not imported here.
+process that asks may itself be training. Torch is not imported here.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -25,7 +24,6 @@ from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
 from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
-Weights = Literal["fake", "real"]
 
 _TIMEOUT_SECONDS = 600.0
 """Twenty times what the slowest model of the prototypes took: a recurrent decoder of 100 time steps, 29 s."""
@@ -66,7 +64,6 @@ class TraceResult:
     Args:
         traces: One for each of `TraceRequest.sizes`, in that order.
         route: The fake device, ``"privateuse1"`` or ``"cpu"``.
-        weights: ``"real"`` if ``build`` had to be run with real tensors.
         accumulates: Whether a larger batch can be cut into micro-batches; not where the step runs backward itself.
         host_bytes: Most memory that the child had resident.
         assumptions: What had to be taken for granted, in all traces.
@@ -75,7 +72,6 @@ class TraceResult:
 
     traces: tuple[Trace, ...]
     route: str
-    weights: Weights
     parameters: int
     trainable_parameters: int
     accumulates: bool
@@ -100,28 +96,13 @@ def trace_job(
         BatchError: H413, for a sample batch without a batch dimension.
         OutOfMemoryError: H415, for a child that was killed, most probably since the host's memory was short.
     """
-    try:
-        return _traced(request, "fake", on_progress, timeout_seconds)
-    except HoldfastError as error:
-        if error.rule not in ("H410", "H411"):  # errors of `build`: it may need values
-            raise
-        why = f"build was run with real weights, since with fake ones {' '.join(error.what.split())}"
-    result = _traced(request, "real", on_progress, timeout_seconds)
-    return replace(result, assumptions=(Assumption(what=why), *result.assumptions))
-
-
-def _traced(
-    request: TraceRequest, weights: Weights, on_progress: Callable[[str], object], timeout_seconds: float
-) -> TraceResult:
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         folder = Path(name)
-        asked = {**asdict(request), "weights": weights}
-        answer = _answer(asked, folder, on_progress, timeout_seconds)
+        answer = _answer(asdict(request), folder, on_progress, timeout_seconds)
         traces = tuple(Trace.load(folder / file) for file in answer["files"])
     return TraceResult(
         traces=traces,
         route=request.route,
-        weights=weights,
         assumptions=tuple(dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)),
         trace_seconds=tuple(answer["trace_seconds"]),
         **{name: answer[name] for name in _FACTS},

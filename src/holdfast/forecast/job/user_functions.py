@@ -113,8 +113,6 @@ def called_with_batch(built: Built, guard: GuardStandIn) -> Function:
     function, names = built.function, building.positional_parameters(built.function)
     single = len(built.models) == 1 and "model" in built.models
     model: Any = built.models["model"] if single else built.models
-    if function is None:
-        return lambda batch: model(**batch).loss
     if names[:1] == ["guard"]:
         return lambda batch: function(guard, batch)
     if len(names) == len(("model", "batch")):

@@ -5,16 +5,15 @@ casts to fp16 whatever the autocast type is, into one flat copy of the weights t
 The gradients of the weights are views of one buffer. Where cuDNN is switched off, torch's own steps run instead.
 
 cuDNN publishes neither what it keeps for the backward pass (the reserve) nor what it needs while it runs (the
-workspace), and torch's meta kernel says 0 bytes. The constants were solved from the one measurement that is public
-with both figures: pytorch issue 2895 (Tesla P100; 4 layers, hidden size 320, input size 123, fp32), where cuDNN asked
+workspace), and torch's meta kernel says 0 bytes. Both are formulas for what 117 layers asked for on an H100 (torch
+2.11, cuDNN 9.19; sizes, types, layers, directions and dropout varied; its tests hold some of them):
 
-- LSTM: reserve 736 000 000, workspace 17 730 560 bytes
-- GRU: reserve 864 000 000, workspace 13 169 920 bytes
-
-With T*B = 25 000 rows the reserves are exactly (5 L + L - 1) and (6 L + L - 1) times rows x hidden size x 4 bytes:
-4 gates and the cell of an LSTM, 6 values of a GRU, and the outputs of all layers but the last. With B = 100 the
-workspaces are exactly the weights without biases plus (3 gates - 1) L values for each of batch x hidden size. T and B
-are inferred from that, and newer versions of cuDNN may differ: hence the upper bounds; nothing here is calibrated.
+- Reserve: for each row (a time step of a sequence) and unit 4 gates and the cell of each layer of an LSTM, 6 values
+  of a GRU, the output of a plain one; the outputs of all layers but the last; a bit for each of those that is dropped
+  out; 256 bytes. Exact in all cases, and in those of pytorch issue 2895 (Tesla P100, 2017), but for the last two.
+- Workspace: 8 MiB for each layer and direction, the weights, and values for each row and unit that no longer depend
+  on the number of layers: many more where torch takes the algorithm for small hidden sizes (``get_algo`` in RNN.cpp).
+  Within 4 % of an LSTM's, at most 9 % too much for the others.
 """
 
 from __future__ import annotations
@@ -27,12 +26,16 @@ import torch
 
 # "Each state is slightly over 2MB" (get_dropout_state in RNN.cpp); one for each device, kept for good.
 _DROPOUT_STATE_BYTES = 2 * 2**20 + 2**18
-_GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 # Values kept for each row, unit and layer; see above. A plain RNN only needs its output.
 _KEPT = {"lstm": 5, "gru": 6, "rnn": 1}
-# All that the formulas of a step compute: gates, cell, tanh of the cell, output; a GRU also the product with the
-# hidden state before the reset gate. Nothing beyond that could be of use in the backward pass.
-_KEPT_AT_MOST = {"lstm": 7, "gru": 8, "rnn": 2}
+# Values of the workspace for each row and unit: of the standard algorithm, and that for small hidden sizes.
+_WORKED_ON = {"lstm": (5.0, 21.0), "gru": (4.5, 19.5), "rnn": (3.75, 14.5)}
+_WORKED_ON_BACKWARDS = 9.0  # more, where sequences are read in both directions
+_FOR_WIDE_INPUT = 2.5  # more for each feature of the input beyond the units
+_STATES = 8  # for each sequence, unit, layer and direction
+_LAYER_BYTES = 8 * 2**20
+_LARGEST_SMALL = {"lstm": (192, 128), "gru": (192, 128), "rnn": (384, 256)}  # hidden size: forward, backward
+_OTHER_VERSIONS = 0.1  # of the workspace: what another cuDNN or GPU may ask for beyond
 
 Uncertain = Callable[[str, int], None]
 
@@ -41,11 +44,13 @@ Uncertain = Callable[[str, int], None]
 class RecurrentSize:
     """The sizes of a fused recurrent layer, in elements: `weights` with biases, `biases` of those alone.
 
-    `mode` is ``"lstm"``, ``"gru"`` or ``"rnn"``; `projection` 0 if there is none; `rows` the time steps of all
-    sequences together; `dropout` the probability between the layers.
+    `mode` is ``"lstm"``, ``"gru"`` or ``"rnn"``; `projection` 0 if there is none; `features` of the input; `rows`
+    the time steps of all sequences together; `dropout` the probability between the layers; `may_be_small` whether
+    type and layout allow the algorithm for small hidden sizes.
     """
 
     mode: str
+    features: int
     hidden: int
     projection: int
     layers: int
@@ -56,34 +61,29 @@ class RecurrentSize:
     biases: int
     element_bytes: int
     dropout: float
+    may_be_small: bool = True
 
     @property
     def reserve_bytes(self) -> int:
         """Bytes that cuDNN keeps from the forward to the backward pass."""
-        return self._reserve(_KEPT[self.mode], copies=1)
-
-    @property
-    def reserve_upper_bytes(self) -> int:
-        """The most that it could have a use for: dropped outputs beside those before the dropout, too."""
-        return self._reserve(_KEPT_AT_MOST[self.mode], copies=2 if self.dropout else 1)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes that a pass of the layers needs while it runs."""
-        values = (3 * _GATES[self.mode] - 1) * self.layers * self.directions * self.batch * self.hidden
-        return (self.weights - self.biases + values) * self.element_bytes
-
-    @property
-    def workspace_upper_bytes(self) -> int:
-        """As `workspace_bytes`, with the input's products for all steps at once, if an algorithm makes them ahead."""
-        products = _GATES[self.mode] * self.rows * self.directions * self.hidden
-        return self.workspace_bytes + products * self.element_bytes
-
-    def _reserve(self, kept: int, *, copies: int) -> int:
         unit = self.rows * self.directions * self.element_bytes
         before_projection = self.hidden if self.projection else 0
-        between = (self.layers - 1) * (self.projection or self.hidden) * copies
-        return unit * (self.layers * (kept * self.hidden + before_projection) + between)
+        between = (self.layers - 1) * (self.projection or self.hidden)
+        kept = unit * (self.layers * (_KEPT[self.mode] * self.hidden + before_projection) + between)
+        dropped = self.rows * self.directions**2 * self.hidden * (self.layers - 1) // 8 if self.dropout else 0
+        return kept + dropped + 256
+
+    def workspace_bytes(self, *, backward: bool = False) -> int:
+        """Bytes that a pass of the layers needs while it runs."""
+        small = self.may_be_small and not self.projection and self.hidden <= _LARGEST_SMALL[self.mode][backward]
+        each = _WORKED_ON[self.mode][small] + _WORKED_ON_BACKWARDS * (self.directions - 1)
+        if self.dropout and self.directions == 1:
+            each += 1
+        wide = 0.0 if small and self.mode == "lstm" else _FOR_WIDE_INPUT * max(0, self.features - self.hidden)
+        values = int(self.rows * (each * self.hidden + self.features + wide))
+        values += _STATES * self.layers * self.directions * self.batch * self.hidden
+        fixed = _LAYER_BYTES * self.layers * self.directions
+        return fixed + (self.weights - self.biases + values) * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class _Layers(torch.autograd.Function):
         y = data.new_empty((*x.shape[:-1], width))
         last = hidden.new_empty((size.layers * size.directions, size.batch, size.projection or size.hidden))
         last_cell = hidden.new_empty((0,)) if cell is None else torch.empty_like(cell)
-        workspace = _bytes_like(data, size.workspace_bytes)
+        workspace = _bytes_like(data, size.workspace_bytes())
         reserve = _bytes_like(data, size.reserve_bytes if layout.training else 0)
         del workspace, x
         ctx.layout = layout
@@ -158,7 +158,7 @@ class _Layers(torch.autograd.Function):
         if any(ctx.needs_input_grad[4:]):  # _cudnn_rnn_backward_weight: all gradients are views of one buffer
             x = layout.time_major(data).contiguous()
             grad_weights = _flat_views(weights, weights[0].dtype)
-            workspace = _bytes_like(data, layout.size.workspace_bytes)
+            workspace = _bytes_like(data, layout.size.workspace_bytes(backward=True))
             del workspace, x
         needed = zip(wanted, ctx.needs_input_grad[1:4], strict=True)
         return (None, *(gradient if need else None for gradient, need in needed), *grad_weights)
@@ -173,7 +173,7 @@ def _backward_of_input(
     dx = torch.empty_like(x)
     dhx = torch.empty_like(hidden)
     dcx = None if cell is None else torch.empty_like(cell)
-    workspace = _bytes_like(data, layout.size.workspace_bytes)
+    workspace = _bytes_like(data, layout.size.workspace_bytes(backward=True))
     del workspace, x, dy
     return layout.time_major(dx), dhx, dcx
 
@@ -264,6 +264,7 @@ class _RecurrentLayers:
         width = (hidden if cell is None else cell).shape[-1]
         size = RecurrentSize(
             mode=mode,
+            features=data.shape[-1],
             hidden=width,
             projection=hidden.shape[-1] if hidden.shape[-1] != width else 0,
             layers=layers,
@@ -274,11 +275,11 @@ class _RecurrentLayers:
             biases=sum(weight.numel() for weight in weights if weight.dim() == 1),
             element_bytes=data.element_size(),
             dropout=dropout if training else 0.0,
+            may_be_small=not packed and data.dtype in (torch.float32, torch.float16),
         )
         if size.dropout and self._dropout_state is None:
             self._dropout_state = torch.empty(_DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
-        kept = size.reserve_upper_bytes - size.reserve_bytes if training else 0
-        self._uncertain(f"cuDNN {mode}", size.workspace_upper_bytes - size.workspace_bytes + kept)
+        self._uncertain(f"cuDNN {mode}", int(_OTHER_VERSIONS * size.workspace_bytes()))
         layout = _Layout(size=size, batch_first=batch_first, training=training)
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Layers.apply(  # type: ignore[no-untyped-call]
             layout, data, hidden, cell, *weights

@@ -30,12 +30,11 @@ _ROWS_PER_THREAD = 10  # EmbeddingBackwardKernel.cu: rows that one thread sums
 class Scratch:
     """What one call of an operator needs while it runs: what is counted, and what the margin has to cover.
 
-    `calibrated`: it follows from torch's own source or from a measurement.
+    Both are the same where torch's own source, or a measurement, says it.
     """
 
     bytes: int
     at_most: int
-    calibrated: bool = True
 
 
 NOTHING = Scratch(0, 0)
@@ -59,7 +58,7 @@ class Uncalibrated:
     def note(self, name: str, scratch: Scratch) -> None:
         """Take down a call of an operator."""
         excess = scratch.at_most - scratch.bytes
-        if not scratch.calibrated:
+        if excess:
             self.calls[name] += 1
         self._while_running = max(self._while_running, excess)
 
@@ -103,7 +102,7 @@ def _rule_of(op: Any) -> Rule | None:
 
 def _unknown(given: Arguments, out: Any) -> Scratch:
     tensors = (leaf for leaf in pytree.tree_leaves((given, out)) if isinstance(leaf, torch.Tensor))
-    return Scratch(0, sum(t.nbytes for t in tensors if t.layout is torch.strided), calibrated=False)
+    return Scratch(0, sum(t.nbytes for t in tensors if t.layout is torch.strided))
 
 
 def _arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
@@ -198,7 +197,7 @@ def _convolution_backward(given: Arguments, _out: Any) -> Scratch:
     """One gradient after the other; each reads two of the three and writes the third."""
     data = _reordered((given["grad_output"], given["weight"], given["input"]), given["groups"])
     single = given["weight"].numel() * 4 if given["weight"].element_size() < 4 else 0  # weights are summed in fp32
-    return Scratch(data.bytes + single, data.at_most + single, calibrated=False)
+    return Scratch(data.bytes + single, data.at_most + single)
 
 
 def _reordered(tensors: Sequence[torch.Tensor], groups: int) -> Scratch:
@@ -207,7 +206,7 @@ def _reordered(tensors: Sequence[torch.Tensor], groups: int) -> Scratch:
     How much more the heuristics take is unknown (pytorch issue 49207 saw gigabytes); twice the tensors are allowed.
     """
     copies = 0 if _is_channels_last(tensors[0]) or groups > 1 else sum(tensor.nbytes for tensor in tensors)
-    return Scratch(copies, copies + 2 * sum(tensor.nbytes for tensor in tensors), calibrated=False)
+    return Scratch(copies, copies + 2 * sum(tensor.nbytes for tensor in tensors))
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
@@ -241,7 +240,7 @@ def _index_put(given: Arguments, _out: Any) -> Scratch:
     shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     count = math.prod(shape) if shapes else 0
     expected = 5 * count * _INDEX_BYTES + _copy_unless_contiguous(values)
-    return Scratch(expected, 2 * expected, calibrated=False)
+    return Scratch(expected, 2 * expected)
 
 
 def _layer_norm_backward(given: Arguments, _out: Any) -> Scratch:

@@ -42,11 +42,11 @@ def _described(leaf: Any) -> Any:
 def _measured(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch | None:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if sum(tensor.numel() for tensor in tensors) > _MOST_ELEMENTS:
-        return Scratch(0, sum(tensor.nbytes for tensor in tensors), calibrated=False)
+        return Scratch(0, sum(tensor.nbytes for tensor in tensors))
     try:
         peak, kept = _run(op, leaves, structure)
     except (RuntimeError, NotImplementedError, IndexError, ValueError):  # zeros do not suit it
-        return Scratch(0, sum(tensor.nbytes for tensor in tensors), calibrated=False)
+        return Scratch(0, sum(tensor.nbytes for tensor in tensors))
     needed = max(0, peak - kept)
     return Scratch(needed, needed)
 

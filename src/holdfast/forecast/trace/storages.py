@@ -5,12 +5,10 @@ The owner is found by looking where training keeps its tensors; activations, nob
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -99,21 +97,6 @@ class Storages:
             self.ledger.own(number, "scratch")
             self.record.allocate(number, phase)
             self.record.free(number, phase)
-
-    @contextlib.contextmanager
-    def watching_resizes(self) -> Iterator[None]:
-        """See resizes of storages, which go past the dispatcher."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            held = self._live.get(storage._cdata)
-            if held is not None and held.size_bytes != storage.nbytes():
-                self._resize(held, storage.nbytes(), self._phase())
-            return result
-
-        with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
-            yield
 
     def _resize(self, held: _Held, size_bytes: int, born: int) -> None:
         """Note that a storage has another size: the new memory is there before the old is given back."""

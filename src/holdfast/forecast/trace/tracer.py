@@ -79,7 +79,6 @@ class Tracer(TorchDispatchMode):
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._cleanup.callback(handle.remove)
-        self._cleanup.enter_context(self._storages.watching_resizes())
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -46,7 +47,7 @@ from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 from holdfast.numerics.gradients import local
 from holdfast.numerics.spikes import SpikeDetector
-from holdfast.recorder.run_files import announce_recording
+from holdfast.recorder.run_files import announce_recording, guarded
 from holdfast.recorder.scalars import Found, outlets
 
 _CHANGED = "the weights, buffers or moments were changed without a step, so they are not those of the training"
@@ -70,18 +71,11 @@ class Session:
         self._store = Store(directory.checkpoints)
         self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
         self.saving = Saving(
-            directory=directory,
-            store=self._store,
-            record=record,
-            policy=policy,
-            clock=clock,
-            run_state=self.state,
-            state=lambda: ranks.share(gather(parts, self.training_state())),
-            must_be_finite=self.must_be_finite,
-            position=self._position,
-            cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
+            directory=directory, store=self._store, record=record, policy=policy, clock=clock, run_state=self.state,
+            state=lambda: ranks.share(gather(parts, self.training_state())), must_be_finite=self.must_be_finite,
+            position=self._position, cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
             writers=ranks.writers,
-        )
+        )  # fmt: skip
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
         engine.spare_memory = self._spare_memory
         self.spikes = SpikeDetector(objective=policy.objective)
@@ -108,6 +102,7 @@ class Session:
             self._check_not_continued()
             self.record.open()
             announce_recording(self._directory.path)
+            self._describe()
             if self.cursor is not None:
                 self.cursor.attach(self.record.emit, self._directory.path)
         except BaseException:
@@ -116,6 +111,15 @@ class Session:
         self.state.open()
         self.ranks.open()
         outlets[self] = None
+        guarded.update({id(each): (name, weakref.ref(self.record)) for name, each in self.parts.optimizers.items()})
+
+    def _describe(self) -> None:
+        """Keep what this run is set to, beside its recording: what is otherwise than usual, and the optimizers."""
+        own = {f"policy.{each.name}": getattr(self.policy, each.name) for each in fields(self.policy)}
+        usual = {f"policy.{each.name}": each.default for each in fields(self.policy)}
+        found = {name: value for name, value in own.items() if value != usual[name]} | self._settings
+        size = None if self.cursor is None else self.cursor.batch_size
+        self.record.describe(found if size is None else {**found, "batch_size": size})
 
     def check_not_in_step(self) -> None:
         """Raise H209 if a loss function makes a step itself, H105 where averaged weights would move."""
@@ -157,6 +161,8 @@ class Session:
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
             outlets.pop(self, None)
+            for each in self.parts.optimizers.values():
+                guarded.pop(id(each), None)
             self.state.close()
             self._directory.release()
 
@@ -177,19 +183,12 @@ class Session:
         """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""
         counters, saving, plan = self.counters, self.saving.collected(), self.ladder.plan
         return Statistics(
-            global_step=self.record.global_step,
-            epoch=0 if self.cursor is None else self.cursor.epoch,
-            steps=counters.steps,
-            skipped_steps=counters.skipped_steps,
-            out_of_memory=counters.out_of_memory,
-            rollbacks=counters.rollbacks,
-            resumes=counters.resumes,
-            checkpoints_saved=saving.saved,
-            checkpoints_failed=saving.failed,
-            micro_batch_size=plan.micro_batch_size,
-            recompute=bool(plan.recompute),
+            global_step=self.record.global_step, epoch=0 if self.cursor is None else self.cursor.epoch,
+            steps=counters.steps, skipped_steps=counters.skipped_steps, out_of_memory=counters.out_of_memory,
+            rollbacks=counters.rollbacks, resumes=counters.resumes, checkpoints_saved=saving.saved,
+            checkpoints_failed=saving.failed, micro_batch_size=plan.micro_batch_size, recompute=bool(plan.recompute),
             loss_scale=self._engine.loss_scale.value(),
-        )
+        )  # fmt: skip
 
     # --- what is saved --------------------------------------------------------------------------------------
 
@@ -350,18 +349,14 @@ class Session:
         cursor = self.cursor
         of_ranks = {} if self._of_ranks is None else {"ranks": self._of_ranks}
         return of_ranks | {
-            "global_step": self.record.global_step,
-            "counters": asdict(self.counters),
+            "global_step": self.record.global_step, "counters": asdict(self.counters),
             "position": None if cursor is None else cursor.state_dict(),
-            "random_state": self._random_state().to_tree(),
-            "ladder": self.ladder.state_dict(),
-            "loss_scale": self._engine.loss_scale.state_dict(),
-            "spikes": self.spikes.state_dict(),
+            "random_state": self._random_state().to_tree(), "ladder": self.ladder.state_dict(),
+            "loss_scale": self._engine.loss_scale.state_dict(), "spikes": self.spikes.state_dict(),
             "diagnosis": self._engine.diagnosis.state_dict(),
-            "save_costs": [list(pair) for pair in self.saving.chooser.costs],
-            "run": self._directory.run_id,
+            "save_costs": [list(pair) for pair in self.saving.chooser.costs], "run": self._directory.run_id,
             "settings": self._settings,
-        }
+        }  # fmt: skip
 
     # --- restore --------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class Recovery:
             return None
         facts = attempt.facts
         level = spikes.judge(series, facts.loss, facts.total)
-        if level in (Level.CALM, Level.SOFT):
+        if level is Level.CALM:
             return None
         reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
         if level is Level.DIVERGED:
@@ -276,9 +276,10 @@ class Recovery:
         return f"memory does not suffice to read the checkpoint ({found})"
 
     def _updates_many_at_once(self) -> bool:
+        by_itself = self._session.parts.device_type() != "cpu"  # torch then chooses foreach where nobody did
         groups = [group for optimizer in self._session.parts.optimizers.values() for group in optimizer.param_groups]
-        many = any(group.get("foreach") for group in groups)
-        return many or self._session.parts.device_type() != "cpu"  # where torch chooses foreach by itself
+        chosen = [group.get("foreach", False) for group in groups if not group.get("fused")]
+        return any(each or (each is None and by_itself) for each in chosen)
 
     def _spare_optimizer_memory(self) -> None:
         """Let optimizers update one tensor at a time, which needs the smallest temporaries."""

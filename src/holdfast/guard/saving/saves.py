@@ -118,9 +118,9 @@ class Saving:
         every, step, tried = self._every, self._record.global_step + after_steps, self._tried_at_step
         if every is None or tried is None:
             return every is not None
-        if step > tried and self.chooser.is_overdue(self._clock.monotonic_seconds(), early=every == "auto"):
+        if step > tried and self.chooser.is_overdue(self._clock.monotonic_seconds(), auto=every == "auto"):
             return True
-        return step // every > tried // every if isinstance(every, int) else step - tried >= self.chooser.steps
+        return isinstance(every, int) and step // every > tried // every
 
     @property
     def has_unsaved(self) -> bool:
@@ -216,7 +216,6 @@ class Saving:
             if not busy and self._is_pointless():
                 return
             self._save_in_background(busy=busy)
-        self.chooser.resumes(self._clock.monotonic_seconds())
 
     def _save_in_background(self, *, busy: bool) -> None:
         started = self._clock.monotonic_seconds()
@@ -306,16 +305,12 @@ class Saving:
             self._record.emit(run_events.PruneFailed(error=str(error)), global_step=step)
         save.entry, save.cpu_seconds = entry, time.thread_time() - cpu_began
         stall = self._end(save)
-        # Of the saves before: what this one takes is known when the step that goes on beside it is over, and an event
-        # that waited for that would be lost with a kill.
-        costs = self.chooser.save_costs_seconds()
         self._record.emit(
             run_events.CheckpointSaved(
                 checkpoint=entry.path.name,
                 size_bytes=save.shot.size_bytes(),
                 seconds=round(save.seconds, 4),
                 stall_seconds=round(stall, 4),
-                save_costs_seconds=None if costs is None else round(costs, 4),
                 removed=tuple(path.name for path in removed),
             ),
             global_step=step,
@@ -343,17 +338,14 @@ class Saving:
     # --- the writer -----------------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """Take in what the writer has finished, and look at the interval again."""
+        """Take in what the writer has finished."""
         now = self._clock.monotonic_seconds()
-        if self._every is not None:  # with an interval that was given too: the recording says what its saves cost
-            self.chooser.boundary(now, writing=self._job is not None)
+        self.chooser.boundary(now)
         if self._job is not None:
             self.collected()
-        if self._every == "auto" and self.chooser.steps_to_wait <= 0 and (decision := self.chooser.decide()):
-            self._record.emit(decision)
         if self._in_background and not self._made_ready and self._record.global_step > (self._tried_at_step or 0):
             # Optimizers have their state now. A run that ends before a save is due needs none of this.
-            self._made_ready = self._every != "auto" or self.chooser.is_overdue(now + _AHEAD_SECONDS, early=True)
+            self._made_ready = self._every != "auto" or self.chooser.is_overdue(now + _AHEAD_SECONDS, auto=True)
             if self._made_ready and self._job is None:
                 self._make_ready()
 

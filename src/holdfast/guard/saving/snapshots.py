@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.core.clock import Clock
-from holdfast.guard.state.trees import children_of, copied, is_flat
+from holdfast.guard.state.trees import children_of, copied_to_host, is_flat
 
 _KEPT = 2
 _MOST_FAILURES = 3
@@ -66,8 +66,8 @@ class Snapshots:
         if size > _SMALL_BYTES and (available := self._available()) is not None and size > _MOST_MEMORY * available:
             self.give_up()
             return False
-        oldest = self._kept.pop(0).trees if len(self._kept) == _KEPT else {}
-        self._kept.append(Kept(global_step=global_step, trees=_copied_to_host(trees, oldest)))
+        del self._kept[: 1 - _KEPT]  # first, so that there are never more in memory
+        self._kept.append(Kept(global_step=global_step, trees=copied_to_host(trees)))
         now = self._clock.monotonic_seconds()
         self._took_seconds = now - started
         self._last_step, self._last_seconds, self._failures = global_step, now, 0
@@ -96,28 +96,6 @@ class Snapshots:
     def give_up(self) -> None:
         """Give all memory back, and keep no more copies: it is needed elsewhere."""
         self._kept, self._interval = [], None
-
-
-def _copied_to_host(trees: Mapping[str, Any], oldest: Mapping[str, Any]) -> Any:
-    """Return a copy in host memory, where it can in that of a copy that is not needed any more.
-
-    New memory costs more than what is written there: the system clears it, page by page.
-    """
-    places: dict[Any, list[torch.Tensor]] = {}
-    for tensor in _tensors_in(oldest):
-        places.setdefault(_form_of(tensor), []).append(tensor)
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        free = places.get(_form_of(tensor))
-        return free.pop().copy_(tensor) if free else tensor.to("cpu", copy=True)
-
-    return copied(trees, copy)
-
-
-def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout != torch.strided:
-        return (id(tensor),)
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -42,7 +42,6 @@ from holdfast.guard.splitting.weighting import (
     Weighting,
     disagreement,
     find_weightings,
-    of_one_length,
     with_an_empty_one,
 )
 from holdfast.guard.splitting.window import Window, largest_of
@@ -56,11 +55,6 @@ from holdfast.memory.ladder import Remedies
 LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8  # into which a batch is cut to see whether it tells weightings apart
 _MOST_KNOWN = 64  # loss functions that are distinguished; with more, texts that are bound to them change all the time
-_PADDED = (
-    "a part pads or masks to another length: with each of {} as long as the longest the gradient is the same. Take "
-    "the length from a shape, as x.shape[1], or trim all to the longest of the part, and leave padding out of the "
-    "mean (docs/how-to/out-of-memory.md)"
-)
 _ALWAYS = 16  # times that such a batch is tried before it is split; from then on the 32nd, 64th ...
 
 
@@ -345,7 +339,8 @@ class SplitSafety:
     def _refusal(self, hazard: str, why: str) -> BatchError:
         items = (
             "return Loss(mean, items) if samples are independent and the mean is over something that the batch does "
-            "not show; pass TwoPass(outputs, loss) if the loss compares samples; else "
+            "not show; pass TwoPass(outputs, loss) if the loss compares samples; if it pads to the longest sample, "
+            "trim each part to its own and leave padding out of the mean (docs/how-to/out-of-memory.md); else "
         ) * (hazard == "coupled_loss")
         return BatchError(
             f"micro_batch_size={self._policy.micro_batch_size}, and {why}",
@@ -368,21 +363,14 @@ class SplitSafety:
         batch, size, forks = largest_of(work.batch, work.split), work.size, self._forks()
         empty = None if isinstance(work.batch, Window) else empty
 
-        def tried(batch: Any) -> Verdict:
-            check = self._split_check(known, work)
-            if forks:
-                return in_a_copy(lambda: attempted(lambda: check.run(batch, size, empty)))
+        check = self._split_check(known, work)
+        if forks:
+            found = in_a_copy(lambda: attempted(lambda: check.run(batch, size, empty)))
+        else:
             with isolated(), self.alone():  # the caller puts buffers and device random state back
-                return attempted(lambda: check.run(batch, size, empty))
-
-        found = tried(batch)
+                found = attempted(lambda: check.run(batch, size, empty))
         if found.called:
             raise called_inside(found.called)
-        if found.outcome in ("coupled", "unknown") and not found.short_of_memory:
-            evened = of_one_length(batch, size)
-            again = None if evened is None else tried(evened[0])
-            if evened and again and again.outcome in ("exact", "random"):
-                found = replace(again, outcome="coupled", difference=found.difference, why=_PADDED.format(evened[1]))
         known.verdict = found if known.verdict is None else merged([known.verdict, found])
         if known.verdict.changes_batch or known.verdict.outcome != "unknown":
             known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 
+from holdfast.core.containers import children_of
 from holdfast.core.errors import BatchError
-from holdfast.loader.splitting import copied
 
 # torch's ignore_index; -1 and 0 are the other common paddings. A value at half of all row ends is looked at too.
 _PADDINGS = (-100, -1, 0)
@@ -121,22 +120,6 @@ def _entries(kind: Kind, keys: Keys, ignored: Iterable[int], shifts: Iterable[in
     ]
 
 
-def of_one_length(batch: Any, size: int) -> tuple[Any, str] | None:
-    """Return a copy of a batch in which all samples are as long as the longest, and what holds their lengths.
-
-    They are whole numbers, one a sample, the largest of which is a dimension of another tensor. None: there are none.
-    """
-    leaves = [(keys, leaf) for keys, leaf in _nodes(batch, ()) if _is_plain(leaf)]
-    sides = {side for _, leaf in leaves for side in leaf.shape if side != size}
-    for keys, leaf in leaves:
-        whole = leaf.shape == (size,) and not leaf.is_floating_point() and leaf.dtype != torch.bool
-        if whole and int(leaf.max()) in sides and 0 < leaf.min() < leaf.max():  # labels begin with 0
-            evened = copied(batch)
-            _follow(evened, keys).fill_(leaf.max())
-            return evened, "batch" + "".join(f"[{key!r}]" for key in keys)
-    return None
-
-
 def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[float, ...] | None:
     """Return the weight of each part; None where the parts hold nothing of it, or not the tensor."""
     try:
@@ -162,29 +145,17 @@ def disagreement(weightings: Sequence[Weighting], parts: Sequence[tuple[Any, int
     return max((max(column) - min(column) for column in columns), default=0.0)
 
 
-def _children(node: Any) -> list[tuple[Any, Any]]:
-    if isinstance(node, Mapping):
-        return list(node.items())
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
-    plain = isinstance(node, (list, tuple)) and not any(isinstance(item, (str, int, float)) for item in node[:1])
-    return list(enumerate(node)) if plain else []
-
-
 def _nodes(node: Any, keys: Keys) -> Iterator[tuple[Keys, torch.Tensor]]:
     """Yield the tensors of a batch with the way to them."""
     if isinstance(node, torch.Tensor):
         yield keys, node
         return
-    for key, child in _children(node):
+    for key, child in (children_of(node) or {}).items():
         if isinstance(key, (str, int)):
             yield from _nodes(child, (*keys, key))
 
 
 def _follow(node: Any, keys: Keys) -> Any:
     for key in keys:
-        children = dict(_children(node))
-        if key not in children:
-            return None
-        node = children[key]
+        node = (children_of(node) or {}).get(key)
     return node

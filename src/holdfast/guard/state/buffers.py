@@ -161,8 +161,9 @@ def _version(buffer: torch.Tensor | None) -> int:
 def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]) -> None:
     """Copy values unseen by autograd, as BatchNorm does, so that a saved graph stays valid."""
     pairs = [(t.data, s.data) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None]
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    for kind in {target.dtype for target, _ in pairs}:  # of several at once a GPU copies each tensor by itself
+        alike = [pair for pair in pairs if pair[0].dtype is kind]
+        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
 
 
 def _once(tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -415,10 +415,14 @@ class StepEngine:
 
 
 def _dead_device(error: BaseException) -> DeviceError:
+    said = str(error).strip().splitlines()[0][:200]
+    first = ""
+    if "assert" in said:  # which the same batch would meet again
+        first = "find the index or label outside its range (the same batch on the CPU names it), then "
     return DeviceError(
-        f"the device reports {str(error).strip().splitlines()[0][:200]!r}",
+        f"the device reports {said!r}",
         limit="its context is dead and nothing on it can be retried or saved",
-        fix="start the run again: it continues from its newest checkpoint.",
+        fix=f"{first}start the run again: it continues from its newest checkpoint.",
         rule="H403",
     )
 

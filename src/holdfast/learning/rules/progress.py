@@ -36,7 +36,6 @@ class Progress:
     state: State  # "constant": no better than the best constant prediction; "flat": as at the start
     start: float = 0.0  # median loss of the first tenth
     end: float = 0.0  # median loss of the last quarter
-    noise: float = 0.0  # robust spread of the losses at the end
     baseline: float | None = None  # loss of the best constant prediction, at the place that did best against it
     best: float | None = None  # loss at that place
 
@@ -71,7 +70,7 @@ def progress_of(facts: Facts) -> Progress:
         return Progress(state="unknown")
     head, tail = losses[: max(5, len(losses) // 10)], losses[-max(10, len(losses) // 4) :]
     start, end = middle(head), middle(tail)
-    noise = 1.4826 * middle([abs(loss - end) for loss in tail])
+    noise = 1.4826 * middle([abs(loss - end) for loss in tail])  # robust spread at the end
     baseline, best = _nearest_constant(facts)
     state: State = "learning"
     if start > 0 and end > _DIVERGED * start and end - start > 2 * noise:
@@ -84,7 +83,7 @@ def progress_of(facts: Facts) -> Progress:
         state = "flat"
     if facts.followed and state in ("constant", "flat"):
         state = "unknown"  # the targets move with the model, and with them the loss
-    return Progress(state=state, start=start, end=end, noise=noise, baseline=baseline, best=best)
+    return Progress(state=state, start=start, end=end, baseline=baseline, best=best)
 
 
 def _still_falls(losses: list[float], noise: float) -> bool:

@@ -24,7 +24,8 @@ def _weights_outside(facts: Facts, say: Say) -> Iterator[Finding]:
         if not model.outside_count:
             continue
         share = model.outside_weights / max(1, model.weights)
-        served = model.outside_with_gradient > 0 and share < 1 and not model.outside_changed
+        served = model.outside_with_gradient > 0 or (model.outside_drawn > 1 and share > 0.5)
+        served = served and share < 1 and not model.outside_changed
         what = f"{model.outside_count} trainable parameter(s), {share:.0%} of the weights, are in no optimizer: "
         what += ", ".join(model.outside)
         fix = "pass them to the optimizer, or call requires_grad_(False) on them if they are meant to stay."

@@ -23,8 +23,13 @@
       if (/^[xy]axis\d*$/.test(name)) {
         drawn[name] = Object.assign({}, drawn[name], { gridcolor: colours.line, linecolor: colours.line,
           tickcolor: colours.line, spikecolor: colours.soft, spikethickness: 1, spikedash: "dot",
-          nticks: drawn[name].type === "date" && window.innerWidth < 600 ? 3 : 0 });
+          nticks: drawn[name].type === "date" && window.innerWidth < 600 ? 2 : 0 });
       }
+    }
+    if (drawn.xaxis.type === "date" && window.innerWidth < 600) {  // names in small letters, the legend in rows
+      drawn.margin = Object.assign({}, drawn.margin, { l: Math.min(drawn.margin.l, 130), b: drawn.margin.b + 120 });
+      drawn.yaxis.tickfont = { size: 9 };
+      drawn.height += 120;
     }
     return drawn;
   }
@@ -33,8 +38,9 @@
     const colours = theme();
     return Promise.all(Object.keys(figures).map(function (name) {
       const place = document.getElementById(name);
-      place.style.height = figures[name].layout.height + "px";  // a resize takes the height of the place
-      return Plotly.newPlot(place, figures[name].data, themed(figures[name].layout, colours), config);
+      const layout = themed(figures[name].layout, colours);
+      place.style.height = layout.height + "px";  // a resize takes the height of the place
+      return Plotly.newPlot(place, figures[name].data, layout, config);
     }));
   }
 
@@ -55,6 +61,37 @@
     }
   }
 
+  function smoothed(values, weight) {  // an exponential mean that begins without a bias; gaps stay gaps
+    let mean = 0, sum = 0;
+    return values.map(function (value) {
+      if (value === null) { return null; }
+      mean = weight * mean + (1 - weight) * value;
+      sum = weight * sum + (1 - weight);
+      return mean / sum;
+    });
+  }
+
+  function buttons() {
+    const [place, scale, smoothing] = ["steps", "scale", "smoothing"].map((id) => document.getElementById(id));
+    const weights = [0, 0.6, 0.9, 0.99];
+    if (!place) { return; }
+    const data = figures.steps.data, curves = [...data.keys()].filter((at) => data[at].mode.startsWith("lines"));
+    const read = curves.map((at) => data[at].y);  // plotly replaces those
+    let chosen = 0;
+    scale.hidden = figures.steps.layout.annotations[0].text !== "<b>loss</b>";
+    scale.addEventListener("click", function () {
+      const log = place.layout.yaxis.type !== "log";
+      Plotly.relayout(place, { "yaxis.type": log ? "log" : "linear", "yaxis.dtick": null, "yaxis.autorange": true });
+      scale.textContent = "loss: " + (log ? "log" : "linear");
+    });
+    smoothing.addEventListener("click", function () {
+      chosen = (chosen + 1) % weights.length;
+      Plotly.restyle(place, { y: read.map((values) => smoothed(values, weights[chosen])) }, curves);
+      smoothing.textContent = "smoothing: " + (chosen ? weights[chosen] : "off");
+    });
+  }
+
+  buttons();
   drawAll().then(function () { document.documentElement.dataset.drawn = String(Object.keys(figures).length); });
   dark.addEventListener("change", recolour);
 })();

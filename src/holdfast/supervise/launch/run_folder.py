@@ -8,13 +8,16 @@ import os
 import platform
 import re
 import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.control_groups import fields_of
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.files import make_folder, make_run_directory, read_file
@@ -26,6 +29,10 @@ from holdfast.recorder.run_files import LOST_FILE, SUPERVISED_FILE, SUPERVISOR_F
 
 FORMAT = 1
 _RUNS, _LAST = "runs", "last"
+# It takes no lock and runs nothing of the repository's; files that git does not know, such as runs/, are no change.
+_GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch",
+        "--untracked-files=no")  # fmt: skip
+_GIT_SECONDS, _LAST_SECONDS, _MOST_CHANGED = 60.0, 1.0, 20
 _VERSIONS_OF = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
@@ -52,6 +59,8 @@ class RunFolder:
         self.supervisor = self.path / SUPERVISOR_FOLDER
         """The folder of the supervisor's own recording."""
         self._file = self.path / SUPERVISED_FILE
+        self._facts: dict[str, Any] = {}
+        self._looking: threading.Thread | None = None
         try:
             make_run_directory(self.path)
             make_folder(self.path, SUPERVISOR_FOLDER)
@@ -61,10 +70,9 @@ class RunFolder:
         except LockHeldError as error:
             raise RunDirectoryError(
                 f"run directory {self.path} is in use by {error.holder}",
-                limit="one supervisor at a time may write to it",
-                fix="stop that one, or choose another --run-dir.",
+                limit="one supervisor at a time may write to it", fix="stop that one, or choose another --run-dir.",
                 rule="H723",
-            ) from error
+            ) from error  # fmt: skip
         except OSError as error:
             raise self.unusable(error) from error
 
@@ -76,9 +84,8 @@ class RunFolder:
             raise RunDirectoryError(
                 f"{self._file} has format {found!r}",
                 limit=f"this holdfast writes run directories of format {FORMAT}",
-                fix="upgrade holdfast, or choose another --run-dir.",
-                rule="H724",
-            )
+                fix="upgrade holdfast, or choose another --run-dir.", rule="H724",
+            )  # fmt: skip
 
     def unusable(self, error: OSError) -> RunDirectoryError:
         """Return the error for a directory that cannot be made or written."""
@@ -100,20 +107,33 @@ class RunFolder:
     def describe(self, command: Sequence[str], started: float) -> None:
         """Write what is known before the start (H722)."""
         facts = {
-            "format": FORMAT,
-            "argv": without_secrets(command),
-            "cwd": str(Path.cwd()),
-            "python": sys.executable,
-            "hostname": socket.gethostname(),
-            "started": started,
-            "supervisor_pid": os.getpid(),
+            "format": FORMAT, "argv": without_secrets(command), "cwd": str(Path.cwd()), "python": sys.executable,
+            "hostname": socket.gethostname(), "started": started, "supervisor_pid": os.getpid(), **_machine(),
             "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
-        }
+        }  # fmt: skip
         try:
             (self.supervisor / LOST_FILE).unlink(missing_ok=True)
             replace_file(self._file, json.dumps(facts, indent=1).encode())
         except OSError as error:
             raise self.unusable(error) from error
+        self._facts = facts
+
+    def look_at_git(self) -> None:
+        """Add the commit of the working directory, and what is changed there, as soon as git has said so."""
+        self._looking = threading.Thread(target=self._add_git, daemon=True)
+        self._looking.start()
+
+    def _add_git(self) -> None:
+        with suppress(OSError, subprocess.SubprocessError):  # no git, no repository, or one that takes too long
+            done = subprocess.run(_GIT, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)  # noqa: S603
+            lines = done.stdout.splitlines()
+            said = dict(
+                line.removeprefix("# branch.").split(" ", 1) for line in lines if line.startswith("# branch.")
+            )
+            changed = [line.split(" ", 8)[-1] for line in lines if not line.startswith("#")]
+            git = {"commit": said.get("oid"), "branch": said.get("head"), "changed": changed[:_MOST_CHANGED]}
+            self._facts |= {"git": {**git, "dirty": bool(changed)}}
+            replace_file(self._file, json.dumps(self._facts, indent=1).encode())
 
     def point_to(self, run: Path) -> None:
         """Let ``runs/last`` lead to a run that lies in a directory called runs; a file of that name is kept."""
@@ -129,7 +149,21 @@ class RunFolder:
 
     def close(self) -> None:
         """Let others use it."""
+        if self._looking is not None:
+            self._looking.join(_LAST_SECONDS)  # of a command that took no longer than git
         self._lock.release()
+
+
+def _machine() -> dict[str, Any]:
+    """Return what the machine is, from files of the kernel: a program of the driver's takes a second."""
+    found: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0))}
+    with suppress(OSError, ValueError, IndexError):
+        found["memory_bytes"] = 1024 * fields_of(Path("/proc/meminfo"))["MemTotal"]
+        driver = Path("/proc/driver/nvidia")
+        texts = [each.read_text() for each in sorted(driver.glob("gpus/*/information"))]
+        found["gpus"] = [model[1] for text in texts if (model := re.search(r"Model:\s*(.*)", text))]
+        found["gpu_driver"] = (driver / "version").read_text().split("Module", 1)[1].split()[0]
+    return found
 
 
 def _versions() -> dict[str, str]:

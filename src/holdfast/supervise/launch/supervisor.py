@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from holdfast.core.control_groups import fields_of, group_folders
 from holdfast.core.durable import replace_file
@@ -104,6 +105,7 @@ class Supervisor:
             sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
             stack.callback(sentinel.release)
             signals = stack.enter_context(Signals(tree))
+            self._folder.look_at_git()
             for what in self._box.moved_aside:
                 self.emit(RecordingMovedAside(what=what))
                 self._copier.say(f"{self._folder.supervisor.name}/{what}")
@@ -143,7 +145,7 @@ class Supervisor:
     def emit(self, data: EventData) -> None:
         """Record an event, with its own step or that of the command; from any thread."""
         now, step = time.time(), getattr(data, "step", None)
-        step = self._steps() or 0 if step is None else step
+        step = self._most("step") or 0 if step is None else step
         with self._lock:
             self._box.event(Event(kind=data.kind, global_step=step, unix_seconds=now, data=data.facts()))
 
@@ -157,6 +159,8 @@ class Supervisor:
     def _attempt(self, mark: str, tree: Tree, sentinel: Sentinel, signals: Signals) -> End:
         plan, number = self._plan, self._number
         self._log.begin(number)
+        with suppress(OSError):  # that of the attempt before: nobody may take it for this one's
+            (self.run_path / VERDICT_FILE).unlink(missing_ok=True)
         oom_kills = count_oom_kills()
         self.emit(process_events.AttemptStarted(attempt=number, argv=tuple(without_secrets(plan.command))))
         environment = make_environment(self._environment, self.run_path, number, mark, observe=plan.observe)
@@ -185,20 +189,20 @@ class Supervisor:
         self.emit(process_events.ProcessEnded(pid=child.pid, status=end.status, oom_kills=killed))
         ended = process_events.AttemptEnded(
             attempt=number, status=end.status, oom_kills=killed, seconds=round(end.seconds, 3),
-            steps=self._steps(), signal_sent_by_us=end.sent, asked_by=end.asked,
+            steps=self._most("made"), signal_sent_by_us=end.sent, asked_by=end.asked,
         )  # fmt: skip
         self.emit(ended)
         return end
 
-    def _steps(self) -> int | None:
-        """Return the most steps that a process of this attempt has made; None if none was observed."""
+    def _most(self, what: Literal["step", "made"]) -> int | None:
+        """Return the most that a process of this attempt shows of its steps, see `Standing`; None if it has none."""
         trainers = [
             folder
             for folder, info in read_processes(self.run_path)
             if info.attempt == self._number and info.role == "trainer"
         ]
         boards = (_board(folder / BOARD_FILE) for folder in trainers)
-        return max((board.step for board in boards if board is not None), default=None)
+        return max((getattr(board, what) for board in boards if board is not None), default=None)
 
     def _judge(self) -> Verdict:
         """Return why the attempt ended, and write it down."""
@@ -223,8 +227,8 @@ class Supervisor:
 
     def _decide(self, end: End, verdict: Verdict) -> Again | Stop:
         """Return what follows an attempt."""
-        steps = self._steps()
-        at_step = steps if verdict.step is None else verdict.step
+        steps = self._most("made")
+        at_step = self._most("step") if verdict.step is None else verdict.step
         self._history.append(
             Past(cause=verdict.cause, kind=verdict.restart, at_step=at_step, steps=steps, seconds=end.seconds)
         )

@@ -39,6 +39,7 @@ class Endings:
         atexit.register(self._leave)
         watch.when_imported("threading", self._on_threading)
         watch.when_imported("multiprocessing.util", self._on_multiprocessing)
+        watch.when_imported("traceback", self._on_traceback)
 
     def _begin(self) -> None:
         self._main_thread = _thread.get_ident()
@@ -111,6 +112,19 @@ class Endings:
             self._is_fatal(last, last.__traceback__, "MainThread")
         self._leaves(self._how, self._status, self._said)
 
+    def _on_traceback(self, traceback: Any) -> None:
+        """Hook into the end of a child of multiprocessing from Python 3.13 on: its finalizers run too late there."""
+        previous = traceback.print_exc
+
+        @wraps(previous)
+        def print_exc(*args: Any, **named: Any) -> None:
+            error, caller = sys.exc_info()[1], sys._getframe(1)
+            if error is not None and caller.f_globals.get("__name__") == "multiprocessing.process":
+                self._is_fatal(error, error.__traceback__, caller.f_globals["current_process"]().name)
+            previous(*args, **named)
+
+        traceback.print_exc = print_exc
+
     def _on_multiprocessing(self, util: ModuleType) -> None:
         self._finalize(util)
         util.register_after_fork(self, lambda endings: endings._finalize(util))
@@ -118,7 +132,7 @@ class Endings:
     def _finalize(self, util: ModuleType) -> None:
         """Hook into the end of a child of multiprocessing.
 
-        It leaves by ``os._exit``, after finalizers that run while its exception is the current one.
+        It leaves by ``os._exit``, after finalizers that run while its exception is the current one up to Python 3.12.
         """
         inherited = sys.exc_info()[1]  # of a parent that forked while it handled one
 

@@ -32,18 +32,13 @@ def install(torch: ModuleType, observer: Observed) -> Steps:
     steps = Steps(observer, torch, partial(_was_made, torch.optim.Optimizer))
     hooks = _Hooks(torch, observer, steps)
     acts: dict[str, Callable[[Any], None]] = {
-        "torch.optim.optimizer": hooks.optimizers,
-        "torch.autograd": hooks.autograd,
-        "torch.nn.utils.clip_grad": hooks.clipping,
-        "torch.nn.modules.module": hooks.modules,
-        "torch.amp.grad_scaler": hooks.scaler,
-        "torch.serialization": hooks.serialization,
-        "torch.utils.data.dataloader": hooks.loader,
-        "torch.utils.data._utils.worker": hooks.workers,
-        "torch._dynamo.callback": hooks.compiler,
-        "holdfast.loader.loader": hooks.own_loader,
+        "torch.optim.optimizer": hooks.optimizers, "torch.autograd": hooks.autograd,
+        "torch.nn.utils.clip_grad": hooks.clipping, "torch.nn.modules.module": hooks.modules,
+        "torch.amp.grad_scaler": hooks.scaler, "torch.serialization": hooks.serialization,
+        "torch.utils.data.dataloader": hooks.loader, "torch.utils.data._utils.worker": hooks.workers,
+        "torch._dynamo.callback": hooks.compiler, "holdfast.loader.loader": hooks.own_loader,
         **{name: partial(hooks.savers, functions) for name, functions in _SAVERS.items()},
-    }
+    }  # fmt: skip
     for name, act in acts.items():  # each by itself: what another version of torch has not is not observed
         observer.watch.when_imported(name, act)
     return steps
@@ -125,6 +120,12 @@ class _Hooks:
     def loader(self, module: Any) -> None:
         _wrap(module._BaseDataLoaderIter, "__next__", self._waiting)
         _wrap(module.DataLoader, "__iter__", partial(self._aside, Phase.DATA_WAIT))  # workers are started
+
+        def begins(_iterator: Any, loader: Any) -> None:
+            if self._torch.is_grad_enabled() and get_ident() == self._steps.thread:
+                self._steps.loads(loader)
+
+        self._after(module.DataLoader, "__iter__", begins)
 
     def own_loader(self, module: Any) -> None:
         _wrap(module.Epoch, "__next__", self._waiting)

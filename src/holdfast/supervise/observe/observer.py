@@ -28,6 +28,7 @@ from holdfast.recorder.run_files import (
     ProcessRole,
     on_recording,
     write_process,
+    write_settings,
 )  # fmt: skip
 from holdfast.recorder.scalars import Found, Scalars, outlets
 from holdfast.supervise.observe import logged
@@ -138,6 +139,10 @@ class Observer:
             self._samples = SampleRing(self._own_folder() / SAMPLES_FILE)
         return self._samples
 
+    def describe(self, settings: dict[str, Any]) -> None:
+        """Keep what the training is set to; OSError as `samples`."""
+        write_settings(self._own_folder(), settings)
+
     def _own_folder(self) -> Path:
         if self.board is None or self._folder is None:
             raise FileNotFoundError("this process has no folder")
@@ -219,6 +224,8 @@ class Observer:
         try:
             self._forget()
             self._role = "other"
+            if getattr(sys.modules.get("holdfast.core.forked"), "is_copying", False):  # a guard tries something there
+                self.board, self._notes = ProgressBoard(None), _MOST_NOTES  # so that nothing is written
             self._endings.after_fork()
             if self._steps is not None:
                 self._steps.begin()

@@ -1,8 +1,8 @@
 """What a training process is doing, and what a step is, from calls that torch makes anyway.
 
 A step ends when an optimizer has stepped. Several optimizers that step after one backward make one step; where there
-is no optimizer, each backward is a step. Only one thread is looked at: that which calls backward, the main thread
-until then. Others load, save and evaluate beside it.
+is no optimizer, each backward is a step. The number of a step is the guard's where one has the optimizer. Only one
+thread is looked at: that which calls backward, the main thread until then. Others load, save and evaluate beside it.
 
 Does not: hook into torch (``hooks`` does), and never raises: what goes wrong is noted, and the script goes on.
 """
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVarTuple
 
 from holdfast.core.events.process_events import StepsNotRecorded
 from holdfast.recorder.progress import Phase, SampleRing
+from holdfast.recorder.run_files import guarded
 from holdfast.supervise.observe.values import MemoryReadings, OnItsWay, ValueReader
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class Observed(Protocol):
     @property
     def board(self) -> ProgressBoard:
         """What the process does right now."""
+
+    def describe(self, settings: dict[str, Any]) -> None:
+        """Keep what the training is set to."""
 
     def samples(self) -> SampleRing:
         """Open the ring that steps are recorded in."""
@@ -107,6 +111,7 @@ class Steps:
         self._ended = 0  # number of the newest sample, until there are other gradients
         self._counted = 0  # which optimizer ended the newest step
         self._numbers: dict[int, int] = {}  # of optimizers in the ring
+        self._settings: dict[str, Any] = {}
         self._patience: int | None = None  # calls of backward until they are steps; None before the first
         self._began = self._wait_began = self._waited = 0
         self._before_aside = self._before_compiling = self._before_optimizer = Phase.STARTING
@@ -140,9 +145,17 @@ class Steps:
             self.observer.failed(error)
 
     @_noted
+    def loads(self, loader: Any) -> None:
+        """The loop begins to iterate a loader, to train with."""
+        sampler = getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        if size is not None:
+            self._settings.setdefault("batch_size", size)
+
+    @_noted
     def evaluates(self) -> None:
         """A module was asked to evaluate, which may be all that is seen of an evaluation."""
-        if self.observer.board.step > 0 and self.observer.board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH):
+        if self.observer.board.made > 0 and self.observer.board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH):
             self.observer.board.enter(Phase.EVALUATION)
 
     # --- backward ---------------------------------------------------------------------------------------------
@@ -183,7 +196,7 @@ class Steps:
             if self._counted == 0 and board.micro_step > self._patience:
                 self._end_step(board, None)
             else:
-                board.enter(_OPTIMIZER if self._optimizes and board.step > 0 else board.phase)
+                board.enter(_OPTIMIZER if self._optimizes and board.made > 0 else board.phase)
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
@@ -218,7 +231,7 @@ class Steps:
             self._before_optimizer = board.phase
             if (kwargs or len(args) > 1) and any(each is not None for each in (*args[1:], *kwargs.values())):
                 board.enter(self._training)
-            elif board.step > 0:
+            elif board.made > 0:
                 board.enter(_OPTIMIZER)
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
@@ -261,13 +274,16 @@ class Steps:
         gradients = [p.grad for group in groups for p in group.get("params", ()) if p.grad is not None]
         if not gradients:  # one of torch's does nothing then; another may draw its own
             return type(optimizer).__module__.startswith("torch.optim.")
-        return board.step == board.micro_step == 0 and self._values.all_zero(gradients)
+        return board.made == board.micro_step == 0 and self._values.all_zero(gradients)
 
     def _end_step(self, board: ProgressBoard, learning_rate: float | None, optimizer: Any = None) -> None:
         loss, norm, began = self._loss, self._norm, self._began
         self._loss = self._norm = None
-        board.step = step = board.step + 1
-        if step == 1:
+        board.made = made = (board.made + 1) & 0xFFFFFFFF  # as many bits as the board has
+        counted = guarded.get(id(optimizer))
+        record = None if counted is None else counted[1]()
+        board.step = step = (board.step if record is None else record.global_step) + 1  # which counts it after this
+        if made == 1:
             self._training = Phase.FORWARD_BACKWARD
         self._began = now = board.enter(self._training)
         micro_steps = board.micro_step - self._micro_before
@@ -286,7 +302,7 @@ class Steps:
             if self._on_their_way:
                 self._complete()
         self._waited, self._micro_before = 0, board.micro_step
-        self._reads = step < _ALL_READ or now >= self._next_read
+        self._reads = made < _ALL_READ or now >= self._next_read
         if self._reads:
             self._next_read = now + _READ_NANOSECONDS
         if memory is not _NOT_READ or self._tracer is not None:  # whoever asks for a trace has seen memory grow
@@ -297,8 +313,12 @@ class Steps:
     def _name(self, optimizer: Any, samples: SampleRing) -> int:
         """Return the number of an optimizer that has not stepped before, 0 of None."""
         if optimizer is not None:
-            name = f"{type(optimizer).__name__} {len(self._numbers) + 1}"
+            name, _ = guarded.get(id(optimizer), (f"{type(optimizer).__name__} {len(self._numbers) + 1}", None))
             self._numbers[id(optimizer)] = samples.optimizers[name]
+            if id(optimizer) not in guarded:  # its guard keeps that otherwise
+                for index, group in enumerate(optimizer.param_groups):
+                    self._settings |= {f"{name}.{index}.{key}": v for key, v in group.items() if key != "params"}
+                self.observer.describe(self._settings)
         return self._numbers.get(id(optimizer), 0)
 
     def _open_samples(self) -> SampleRing | None:
@@ -352,7 +372,7 @@ class Steps:
     @_noted
     def compile_ends(self) -> None:
         """It is compiled."""
-        self._training = Phase.FIRST_STEP if self.observer.board.step == 0 else Phase.FORWARD_BACKWARD
+        self._training = Phase.FIRST_STEP if self.observer.board.made == 0 else Phase.FORWARD_BACKWARD
         if self.observer.board.phase is Phase.FIRST_STEP:
             starts = self._before_compiling is Phase.STARTING
             self.observer.board.enter(Phase.FIRST_STEP if starts else self._before_compiling)

@@ -153,14 +153,14 @@ class Stacks:
             return about
         for number in range(_MORE_LOOKS_IF_SAME):
             # In the same functions, not at the same lines: the innermost may be a loop's helper.
-            same = _is_same(about, lambda frame: (frame.file, frame.function))
+            same = is_same(about, lambda frame: (frame.file, frame.function))
             if about.last.source == "/proc" or (number >= _MORE_LOOKS and not same):
                 break
             time.sleep(_CHANCE.uniform(*_MORE_APART_SECONDS))
             look = self._once(subject)
             if look is not None:
                 about = replace(about, looks=(*about.looks, look))
-        return replace(about, native=self._native(about)) if _is_same(about, lambda frame: frame) else about
+        return replace(about, native=self._native(about)) if is_same(about, lambda frame: frame) else about
 
     # --- py-spy -----------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
     )
 
 
-def _is_same(about: Examined, of: Callable[[Frame], Any]) -> bool:
+def is_same(about: Examined, of: Callable[[Frame], Any]) -> bool:
     """Return whether the stack of the main thread is known, and something of its frames was the same at each look."""
     looks = {tuple(map(of, look.main.frames)) for look in about.looks}
     return bool(about.last.main.frames) and len(looks) == 1

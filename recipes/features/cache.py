@@ -24,14 +24,14 @@ from rich.console import Console
 from rich.progress import Progress
 from torch.utils.data import Dataset
 
+from holdfast.core.control_groups import cpu_quota
 from holdfast.core.errors import LoaderError
 from holdfast.core.warned import ignoring
-from holdfast.loader.features.files import Contents, Draft, failure, missing, open_finished, read_item, require_h5py
-from holdfast.loader.features.items import decode, digest_of, encode
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.machine import cpu_quota
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.fetch import as_is
+from recipes.features.files import Contents, Draft, failure, missing, open_finished, read_item, require_h5py
+from recipes.features.items import decode, digest_of, encode
 
 _PREFETCHED = 16
 """Items for each worker that may be under way or wait for a slower one before them; it bounds the memory."""

@@ -34,7 +34,7 @@ import numpy as np
 from holdfast.core.durable import free_bytes, fsync_path, replace_file
 from holdfast.core.errors import LoaderError
 from holdfast.core.lock import FileLock, LockHeldError, find_holder
-from holdfast.loader.features.items import DIGEST_BYTES, digest_of
+from recipes.features.items import DIGEST_BYTES, digest_of
 
 _FORMAT = 2
 _HEAD = struct.Struct(f"<Q{DIGEST_BYTES}s")

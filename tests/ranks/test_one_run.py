@@ -1,4 +1,4 @@
-"""A model that `fully_shard` has spread over the ranks: undisturbed a bare loop, and one run whatever happens."""
+"""A model that each rank has a copy or a share of: undisturbed a bare loop, and one run whatever happens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.ranks.harness import all_returned, run_ranks
-from tests.ranks.twins import TWINS
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from typer.testing import CliRunner
 
 import holdfast
@@ -24,8 +24,9 @@ from holdfast.checkpoint.seal import verify
 from holdfast.cli.main import make_app
 from holdfast.testing import flip_bit
 
-pytestmark = pytest.mark.slow
 STEPS = 6
+# Copies by `DistributedDataParallel`, shares by `fully_shard`.
+both = pytest.mark.parametrize("kind", ["replicated", pytest.param("resharded", marks=pytest.mark.slow)])
 
 
 def bare_model(*, norm=True):
@@ -42,9 +43,9 @@ def bare_model(*, norm=True):
 
 
 def made(kind="resharded"):
-    model = bare_model(norm=kind != "bf16")
-    if kind == "replicated":
-        model = DistributedDataParallel(model)
+    model = bare_model(norm=kind not in ("bf16", "static"))
+    if kind in ("replicated", "static", "averaged"):
+        model = DistributedDataParallel(model, static_graph=kind == "static")
     elif kind != "alone":
         low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         given = {"mp_policy": low} if kind == "bf16" else {}
@@ -100,32 +101,37 @@ def guarded(rank, run, kind):
     return found, losses
 
 
-def bare_and_guarded(rank, run, kinds, twin=None):
-    TWINS[twin](rank)
+def bare_and_guarded(rank, run, kinds):
     return [(bare(rank, kind), guarded(rank, f"{run}/{kind}", kind)) for kind in kinds]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kinds"), [(2, ["resharded", "kept", "bf16"]), (3, ["resharded"]), (4, ["hybrid"])]
+    ("world_size", "kinds"),
+    [
+        (1, ["replicated", "resharded"]),
+        (2, ["replicated", "static"]),
+        (3, ["replicated", "static"]),
+        pytest.param(2, ["resharded", "kept", "bf16"], marks=pytest.mark.slow),
+        pytest.param(3, ["resharded"], marks=pytest.mark.slow),
+        pytest.param(4, ["hybrid"], marks=pytest.mark.slow),
+    ],
 )
 def test_undisturbed_ranks_equal_a_bare_loop_bit_for_bit(tmp_path, world_size, kinds):
-    """Shards of weights and moments, buffers and random state are those of a loop without a guard."""
-    check_undisturbed(all_returned(run_ranks(bare_and_guarded, world_size, tmp_path, kinds)))
-
-
-def check_undisturbed(found):
+    """Weights, moments, buffers and random state are those of a loop without a guard; the loss is that of all."""
+    found = all_returned(run_ranks(bare_and_guarded, world_size, tmp_path, kinds))
     for of_rank in found:
         for (of_bare, (of_guarded, losses)), (_, (_, of_first)) in zip(of_rank, found[0], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(of_bare, of_guarded, strict=True))
             assert losses == of_first
 
 
-def trained(rank, run, kind, until, twin=None):
-    TWINS[twin](rank)
+def trained(rank, run, kind, until):
     model, optimizer = made(kind)
     data = list(torch.randn(96, 6, generator=torch.Generator().manual_seed(1)).unbind())
     loader = holdfast.DataLoader(list(enumerate(data)), batch_size=4, shuffle=True, seed=3)
     given = {"model": model, "optimizer": optimizer, "loader": loader, "save_interval_steps": 2}
+    if kind == "averaged":
+        given["averaged"] = AveragedModel(model.module)
     guard = holdfast.Guard(run, **given)
     begun_at, begun_with = guard.global_step, whole(model, optimizer)
     torch.manual_seed(100 + rank) if guard.resumed_from is None else None
@@ -134,9 +140,11 @@ def trained(rank, run, kind, until, twin=None):
         seen += indices.tolist()
         guard.step(batch, loss_of(model))
     guard.close()
+    own = [*state_of(model, optimizer), torch.get_rng_state()]
+    own += given["averaged"].state_dict().values() if kind == "averaged" else []
     return {
         "seen": seen, "begun at": begun_at, "begun with": begun_with, "damaged": len(damaged),
-        "ended with": whole(model, optimizer), "own": [*state_of(model, optimizer), torch.get_rng_state()],
+        "ended with": whole(model, optimizer), "own": own,
     }  # fmt: skip
 
 
@@ -156,12 +164,14 @@ def equal(first, second):
 
 
 CHAINS = {
+    "replicated": [("averaged", 2), ("averaged", 3), ("averaged", 2)],
     "sharded": [("resharded", 4), ("kept", 2), ("resharded", 3)],
     "replicated, then sharded": [("replicated", 2), ("resharded", 3), ("replicated", 2)],
     "hybrid, then alone": [("hybrid", 4), ("alone", 1), ("resharded", 2)],
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_goes_on_on_other_numbers_of_ranks_and_spread_in_another_way(tmp_path, chain):
     """What each continues with is what the one before had, bit for bit; each sample of the epoch is taken once."""
@@ -177,36 +187,42 @@ def test_a_run_goes_on_on_other_numbers_of_ranks_and_spread_in_another_way(tmp_p
     assert sorted(seen) == list(range(96))
 
 
-def ragged(rank, run, kind):
+RAGGED = [(5, 8, 3, 1), (2, 1, 7, 6), (4, 4, 1, 9)]
+FEW = torch.randn(17, 6, generator=torch.Generator().manual_seed(5))
+
+
+def ragged(rank, run, kind, few):
     model, optimizer = made(kind)
     model.eval()
-    loader = batches_of(rank, sizes=RAGGED[rank])
+    loader = holdfast.DataLoader(FEW, batch_size=5) if few else batches_of(rank, sizes=RAGGED[rank])
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=None)
     items = [guard.step(batch, loss_of(model)).items for batch in guard.batches(max_epochs=1)]
     return whole(model, optimizer), items
 
 
-RAGGED = [(5, 8, 3, 1), (2, 1, 7, 6), (4, 4, 1, 9)]
-
-
-def test_ragged_batches_weigh_by_their_items(tmp_path):
-    """The weights are those of one process which trains on the batches of all ranks together."""
-    batches = [torch.cat(each) for each in zip(*(batches_of(r, sizes=n) for r, n in enumerate(RAGGED)), strict=True)]
+@both
+@pytest.mark.parametrize("few", [False, True])
+def test_ragged_batches_weigh_by_their_items(tmp_path, kind, few):
+    """The weights are those of one process with the batches of all ranks, where one sample is given to two too."""
+    batches = [FEW[:15], FEW[15:]] if few else []
+    batches = batches or [
+        torch.cat(each) for each in zip(*(batches_of(r, sizes=n) for r, n in enumerate(RAGGED)), strict=True)
+    ]
     alone, optimizer = made("alone")
     alone.eval()
     for batch in batches:
         optimizer.zero_grad()
         loss_of(alone)(batch).backward()
         optimizer.step()
-    for found, items in all_returned(run_ranks(ragged, 3, tmp_path, "resharded")):
+    for found, items in all_returned(run_ranks(ragged, 3, tmp_path, kind, few)):
         assert items == [len(batch) for batch in batches]
         weights = torch.cat([parameter.detach().flatten() for parameter in alone.parameters()])
         off = torch.cat([found[name].flatten() for name, _ in alone.named_parameters()]) - weights
         assert off.norm() <= 1e-6 * weights.norm()
 
 
-def disturbed(rank, run, what, where):
-    model, optimizer = made()
+def disturbed(rank, run, kind, what, where):
+    model, optimizer = made(kind)
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), save_interval_steps=2)
     results = []
 
@@ -219,6 +235,8 @@ def disturbed(rank, run, what, where):
                 raise KeyError("the wrong key")
             if what == "out of memory":
                 torch.empty(2**50, dtype=torch.uint8)
+            if what == "in backward":
+                loss.register_hook(lambda _: torch.empty(2**50, dtype=torch.uint8))
         return loss
 
     def in_the_optimizer(*_):
@@ -231,52 +249,83 @@ def disturbed(rank, run, what, where):
             batch[3] = float("nan")
         if what == "stop" and rank == where and len(results) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
+        if what == "asked" and rank == where and len(results) == 3:
+            guard.request_stop("enough")
+        if what == "outside" and rank == where and len(results) == 3:
+            raise ValueError("uncaught in the body")
         results.append(guard.step(batch, loss_fn))
         if what == "killed" and rank == where and len(results) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
     return whole(model, optimizer), [(each.skipped, each.reason) for each in results], guard.statistics()
 
 
-@pytest.mark.parametrize("where", [0, 1])
-def test_nan_on_one_rank_is_skipped_by_all_and_the_rank_is_named(tmp_path, where):
-    """It comes to the shards of all by the gradients; whose loss it was says the row."""
-    found = all_returned(run_ranks(disturbed, 2, tmp_path, "nan", where))
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("replicated", 0),
+        ("static", 1),
+        pytest.param("resharded", 0, marks=pytest.mark.slow),
+        pytest.param("resharded", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_nan_on_one_rank_is_skipped_by_all_and_the_rank_is_named(tmp_path, kind, where):
+    """Also in the first step. It comes to all by the gradients; whose loss it was says the row."""
+    found = all_returned(run_ranks(disturbed, 2, tmp_path, kind, "nan", where))
     for state, results, _ in found:
         assert equal(state, found[0][0])
         assert all(value.isfinite().all() for value in state.values())
         assert [skipped for skipped, _ in results] == [True, False, False, True, False, False]
         assert f"rank {where}: " in results[0][1]
         assert f"rank {where}: " in results[3][1]
+    assert kind != "static" or "without sample 3" in found[where][1][3][1]  # no layer mixes samples there
 
 
-def test_a_stop_on_one_rank_stops_all_at_the_same_step(tmp_path):
-    """All have written their shares by then."""
-    for _, results, statistics in all_returned(run_ranks(disturbed, 2, tmp_path, "stop", 1)):
+@pytest.mark.parametrize(
+    ("kind", "what", "where"),
+    [
+        ("replicated", "stop", 1),
+        ("replicated", "asked", 0),
+        pytest.param("resharded", "stop", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stop_on_one_rank_stops_all_at_the_same_step(tmp_path, kind, what, where):
+    """All have written their shares by then; of copies one writes."""
+    for rank, found in enumerate(all_returned(run_ranks(disturbed, 2, tmp_path, kind, what, where))):
+        _, results, statistics = found
         assert len(results) == 4
         assert (statistics.global_step, statistics.checkpoints_failed) == (4, 0)
-    assert [path.name for path in Path(tmp_path, "checkpoints").glob("*-step00000004/rank1/model.safetensors")]
+        assert bool(statistics.checkpoints_saved) == (kind == "resharded" or rank == 0)
+    shares = [*Path(tmp_path, "checkpoints").glob("*-step00000004/rank1/model.safetensors")]
+    assert bool(shares) == (kind == "resharded")
 
 
 TEXTS = {
     "bad input": "H202",
     "exception": "KeyError: 'the wrong key'",
     "out of memory": "H401",
+    "in backward": "H401",
+    "outside": "ValueError: uncaught in the body",
     "optimizer": "H402",
     "killed": "H114",
 }
 
 
+@both
 @pytest.mark.parametrize(("what", "where"), [(what, number % 2) for number, what in enumerate(TEXTS)])
-def test_what_one_rank_fails_with_ends_all_with_its_text(tmp_path, what, where):
+def test_what_one_rank_fails_with_ends_all_with_its_text(tmp_path, kind, what, where):
     """Nobody hangs, also not in the thread that writes; started again, they go on from the checkpoint of all."""
-    ends = run_ranks(disturbed, 2, tmp_path, what, where, limit_seconds=20.0)
+    if (kind, what) == ("replicated", "optimizer"):
+        return  # it takes the state of another, and goes on
+    ends = run_ranks(disturbed, 2, tmp_path, kind, what, where, limit_seconds=20.0)
     assert all(end.exit_code for end in ends), ends
     assert max(end.seconds for end in ends) - min(end.seconds for end in ends) < 5.0
     assert TEXTS[what] in ends[1 - where].output, ends
-    for _, results, _ in all_returned(run_ranks(disturbed, 2, tmp_path, None, where)):
+    assert what == "killed" or f"rank {where}" in ends[1 - where].output, ends
+    for _, results, _ in all_returned(run_ranks(disturbed, 2, tmp_path, kind, None, where)):
         assert what == "killed" or len(results) == STEPS - 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["model.safetensors", "rank1/model.safetensors", "rank2/optimizer.safetensors"])
 def test_a_flipped_bit_in_the_file_of_any_rank_is_seen_and_all_take_the_checkpoint_before(tmp_path, where):
     """Every byte of every rank has its digest in the one manifest."""
@@ -292,16 +341,19 @@ def test_a_flipped_bit_in_the_file_of_any_rank_is_seen_and_all_take_the_checkpoi
     assert found[0]["damaged"] == 1
 
 
-def test_a_resume_on_as_many_ranks_is_bit_exact(tmp_path):
-    """Each rank goes on with its shards, its samples, its random state and its statistics of batches."""
-    undisturbed = all_returned(run_ranks(trained, 2, tmp_path / "whole", "resharded", None))
-    first = all_returned(run_ranks(trained, 2, tmp_path / "parts", "resharded", 5))
-    rest = all_returned(run_ranks(trained, 2, tmp_path / "parts", "resharded", None))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "world_size"), [("resharded", 2), ("averaged", 2), ("averaged", 3)])
+def test_a_resume_on_as_many_ranks_is_bit_exact(tmp_path, kind, world_size):
+    """Each rank goes on with its weights, its samples, its random state and its statistics of batches."""
+    undisturbed = all_returned(run_ranks(trained, world_size, tmp_path / "whole", kind, None))
+    first = all_returned(run_ranks(trained, world_size, tmp_path / "parts", kind, 5))
+    rest = all_returned(run_ranks(trained, world_size, tmp_path / "parts", kind, None))
     for of_whole, before, after in zip(undisturbed, first, rest, strict=True):
         assert before["seen"] + after["seen"] == of_whole["seen"]
         assert all(torch.equal(a, b) for a, b in zip(of_whole["own"], after["own"], strict=True))
 
 
+@pytest.mark.slow
 def test_the_weights_of_all_ranks_become_one_plain_file(tmp_path):
     """It is loaded without ranks, and without this library."""
     (found, _) = all_returned(run_ranks(trained, 2, tmp_path, "resharded", 3))
@@ -314,8 +366,7 @@ def test_the_weights_of_all_ranks_become_one_plain_file(tmp_path):
         assert torch.equal(parameter, found["ended with"][name])
 
 
-def saving_badly(rank, run, what, twin=None):
-    TWINS[twin](rank)
+def saving_badly(rank, run, what):
     model, optimizer = made()
     given = {"save_interval_steps": 1, "async_save": what != "full disk, at once", "nonfinite_patience": 1}
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8,) * 9), **given)
@@ -340,13 +391,11 @@ def saving_badly(rank, run, what, twin=None):
     return steps, guard.statistics(), whole(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["full disk, at once", "full disk", "slow disk", "NaN"])
 def test_a_share_that_cannot_be_saved_is_seen_by_all(tmp_path, what):
     """A save fails, waits or is refused on all ranks, and there is no checkpoint of half a state."""
-    check_saved(all_returned(run_ranks(saving_badly, 2, tmp_path, what)), tmp_path, what)
-
-
-def check_saved(found, run, what):
+    found = all_returned(run_ranks(saving_badly, 2, tmp_path, what))
     first, second = (statistics for _, statistics, _ in found)
     assert first.checkpoints_saved == second.checkpoints_saved > 1
     assert first.checkpoints_failed == second.checkpoints_failed
@@ -357,28 +406,6 @@ def check_saved(found, run, what):
     if what == "NaN":
         assert (first.rollbacks, second.rollbacks) == (1, 1)
         assert all(value.isfinite().all() for value in found[0][2].values())
-    for path in Path(run, "checkpoints").iterdir():
+    for path in Path(tmp_path, "checkpoints").iterdir():
         assert not path.name.startswith(".tmp")
         assert sum(name.startswith("rank1/") for name in verify(path).files) == 1 + ("step00000000" not in path.name)
-
-
-@pytest.mark.parametrize("twin", ["measures its shards only", "reads the first rows", "sees its own share only"])
-def test_a_broken_twin_is_caught(tmp_path, twin):
-    """What the tests above look at would show a rank that takes its own share for all there is."""
-    if twin == "measures its shards only":
-        ends, check = run_ranks(bare_and_guarded, 2, tmp_path, ["resharded"], twin), check_undisturbed
-    elif twin == "reads the first rows":
-        before = all_returned(run_ranks(trained, 2, tmp_path, "resharded", 3))[0]["ended with"]
-        ends = run_ranks(trained, 2, tmp_path, "resharded", 4, twin)
-
-        def check(found):
-            assert all(equal(of_rank["begun with"], before) for of_rank in found)
-
-    else:
-        ends = run_ranks(saving_badly, 2, tmp_path, "NaN", twin, limit_seconds=6.0, may_hang=True)
-
-        def check(found):
-            check_saved(found, tmp_path, "NaN")
-
-    with pytest.raises(AssertionError):
-        check(all_returned(ends))

@@ -1,0 +1,170 @@
+"""`holdfast attach PID`: where a training that was started without holdfast stands, and whether it moves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json, working
+from holdfast.core.control_groups import fields_of, memory_available_bytes
+from holdfast.core.errors import PolicyError
+from holdfast.core.text import as_json_value, size
+from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
+from holdfast.explain.hangs.evidence import Examined
+from holdfast.explain.hangs.standing_still import user_frame
+from holdfast.supervise.process_tree import descendants, read_table
+from holdfast.supervise.watch.process_evidence import is_python
+from holdfast.supervise.watch.stacks import Stacks, Subject, describe, find_py_spy, is_same
+
+Rows = list[dict[str, Any]]
+_cannot = partial(PolicyError, rule="H741")
+_WORKER = "makes batches"
+_PHASES = {  # by what is on the stack of the main thread; the first that is there
+    _WORKER: r":_worker_loop$",
+    "data wait": r"/torch/utils/data/dataloader\.py:|/holdfast/loader/",
+    "saving": r"/torch/serialization\.py:|/torch/distributed/checkpoint/|/safetensors/|/holdfast/checkpoint/",
+    "optimizer": r"/torch/optim/",
+    "forward/backward": r"/torch/(?:autograd|nn)/|/torch/_tensor\.py:(?:\w+\.)?backward$",
+    "starting": r"<frozen importlib",
+}
+
+
+def run(
+    pid: Annotated[int, typer.Argument(min=1, help="Of a running training; what it has started is shown too.")],
+    seconds: Annotated[float, typer.Option(min=1, max=600, help="Between the two looks.")] = 3.0,
+    as_json: Json = False,
+) -> None:
+    """Show where a training stands that was started without holdfast: stacks, memory, and why if it stands still.
+
+    It is only looked at: not stopped, and not changed. Exit code 1: it stood still between the two looks.
+    """
+    with failing_clearly(as_json=as_json):
+        subjects = _subjects(pid, seconds)
+        heads = [each.about.pid for each in subjects if each.about.judged]
+        before = [_moved_bytes(each) for each in heads]
+        with working(f"looking twice at process {pid}"), tempfile.TemporaryDirectory() as folder:
+            found = Stacks(Path(folder), pause=lambda _: time.sleep(seconds)).take(subjects).processes
+        judged = [each for each in found if each.judged]
+        if not judged:
+            raise _cannot(f"process {pid} has ended", limit="nothing is left to look at", fix="see its own output.")
+        diagnosis, rows = diagnose_hang(found, judged[0].pid), _rows(found)
+        # A loop that waits for each batch is found in the same wait twice; what it has read meanwhile tells.
+        works = any(row["phase"] == _WORKER and each.io_rate > 0 for each, row in zip(found, rows, strict=True))
+        same = all(is_same(each, lambda frame: frame) for each in judged)
+        moves = works or diagnosis.moving or not same or before != [_moved_bytes(each) for each in heads]
+    if as_json:
+        verdict = {
+            "kind": diagnosis.kind, "pid": diagnosis.process.pid, "frame": describe_frame(diagnosis.frame),
+            "sentence": diagnosis.sentence, "confidence": diagnosis.confidence,
+        }  # fmt: skip
+        said = {"pid": pid, "moves": moves, "verdict": None if moves else verdict, "processes": rows}
+        print_json(as_json_value(said))
+    else:
+        _print(found, rows, diagnosis, None if moves else seconds)
+    raise typer.Exit(0 if moves else CHECK_FAILED)
+
+
+def _print(found: Sequence[Examined], rows: Rows, diagnosis: Diagnosis, still: float | None) -> None:
+    """Print all of a process that is judged or to blame, a line of each other, and the verdict."""
+    for each, row in zip(found, rows, strict=True):
+        device = f", {size(row['device_bytes'])} on the device" if row["device_bytes"] else ""
+        facts = f"{row['phase']}, {size(row['resident_bytes'])} in memory{device}"
+        if each.judged or (still and each.pid == diagnosis.process.pid):
+            typer.echo(f"{describe(each)}\nprocess {each.pid}: {facts}\n")
+        else:
+            typer.echo(f"process {each.pid}: {facts}, at {describe_frame(user_frame(each.last.main.frames))}")
+    left = memory_available_bytes()
+    typer.echo(f"memory left on this machine or in this container: {'unknown' if left is None else size(left)}")
+    if still is None:
+        same = f"It works, and its stack is the same. {diagnosis.sentence}"
+        typer.echo(same if diagnosis.moving else "It moves.")
+        return
+    typer.echo(f"It stands still. {diagnosis.sentence} [{diagnosis.kind}, {diagnosis.confidence:.0%}]")
+    typer.echo(f"A step that takes longer than {still:g} s looks the same: --seconds {10 * still:g} tells more.")
+
+
+def _subjects(pid: int, seconds: float) -> list[Subject]:
+    """Return the process and what it has started, of Python; those whose progress counts are `judged`."""
+    table = read_table()
+    if pid not in table or table[pid].state in "ZX":
+        raise _cannot(f"process {pid} is not there", limit="one that runs has stacks", fix="`ps aux` lists them.")
+    try:
+        Path(f"/proc/{pid}/mem").open("rb").close()
+    except PermissionError as error:
+        fix = "run this as its user or with sudo; in a container, start that with --cap-add SYS_PTRACE."
+        scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+        fix += " `sudo sysctl kernel.yama.ptrace_scope=0` allows it to all." if scope.exists() else ""
+        raise _cannot(f"no right to trace process {pid}", limit="its stack lies in its memory", fix=fix) from error
+    if not find_py_spy():
+        fix = 'install the extra: pip install "torch-holdfast[stacks]".'
+        raise _cannot("py-spy is not installed", limit="it reads the stack of another process", fix=fix)
+    pids = [each for each in (pid, *sorted(descendants(table, [pid]))) if is_python(each)]
+    if not pids:
+        name, fix = Path(f"/proc/{pid}/comm").read_text().strip(), "`pgrep -af python` lists those that are."
+        raise _cannot(f"process {pid} ({name}) is not Python", limit="nor is one that it has started", fix=fix)
+    ranks = {each: rank for each in pids if (rank := _rank(each)) is not None}
+    heads = [each for each in ranks if ranks.get(table[each].ppid) != ranks[each]] or pids[:1]
+    about = (Examined(
+        pid=each, ppid=table[each].ppid, role="unobserved", rank=ranks.get(each),
+        seconds=seconds if each in heads else 0.0, judged=each in heads,
+    ) for each in pids)  # fmt: skip
+    return [Subject(about=each, observed=True) for each in about]
+
+
+def _rank(pid: int) -> int | None:
+    """Return the rank that a launcher gave a process, or None."""
+    with suppress(OSError):
+        found = re.search(rb"(?:^|\0)RANK=(\d{1,9})\0", Path(f"/proc/{pid}/environ").read_bytes())
+        return int(found[1]) if found else None
+    return None
+
+
+def _moved_bytes(pid: int) -> int:
+    """Return what the main thread of a process has read and written so far."""
+    counts = fields_of(Path(f"/proc/{pid}/task/{pid}/io"))
+    return counts.get("rchar", 0) + counts.get("wchar", 0)
+
+
+def _rows(found: Sequence[Examined]) -> Rows:
+    rows: Rows = []
+    device = _device_bytes()
+    for each in found:
+        places = [f"{frame.file}:{frame.function}" for frame in each.last.main.frames]
+        phases = (name for name, pattern in _PHASES.items() if any(re.search(pattern, place) for place in places))
+        rows.append({
+            "pid": each.pid, "rank": each.rank, "state": each.last.state, "cpu_share": round(each.cpu_share, 3),
+            "phase": next(phases, "in code of its own" if places else "phase not known"),
+            "stack": [describe_frame(frame) for frame in reversed(each.last.main.frames)],
+            "resident_bytes": 1024 * fields_of(Path(f"/proc/{each.pid}/status")).get("VmRSS", 0),
+            "device_bytes": device.get(each.pid),
+        })  # fmt: skip
+    return rows
+
+
+def _device_bytes() -> dict[int, int]:
+    """Return what each process holds on NVIDIA's devices, as far as nvidia-smi says it."""
+    found = Counter[int]()
+    for line in nvidia_smi("--query-compute-apps=pid,used_memory", ",nounits"):
+        with suppress(ValueError):  # "[N/A]", in a container
+            pid, mib = map(int, line.split(","))
+            found[pid] += mib << 20
+    return found
+
+
+def nvidia_smi(query: str, form: str = "") -> list[str]:
+    """Return the lines that the driver's program answers; none where there is no such program, or no device."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", query, f"--format=csv,noheader{form}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603 - ours
+        return done.stdout.splitlines()
+    return []

@@ -1,0 +1,43 @@
+"""What a run was started with: machine, versions, code, policy and hyperparameters, by group and name, as text.
+
+Does not: find it out. The supervisor, each process and each guard wrote it down when they began.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import islice
+
+from holdfast.core.text import as_json_value, moment, size
+from holdfast.report.run_snapshot import RunSnapshot
+
+_MACHINE = ("hostname", "cpus", "memory_bytes", "gpus", "gpu_driver", "python")
+_MOST = 200  # rows of a group: an optimizer may have many groups of parameters
+Environment = Mapping[str, Mapping[str, str]]
+
+
+def environment(run: RunSnapshot) -> Environment:
+    """Return groups of rows; a group without a row is left out."""
+    known = {name: value for name, value in run.supervised.items() if name not in ("format", "argv")}
+    for name, shown in (("started", lambda at: f"{moment(at)} UTC"), ("memory_bytes", size)):
+        if isinstance(known.get(name), (int, float)):
+            known[name] = shown(known[name])
+    versions, git = known.pop("versions", None), known.pop("git", None)
+    machine = {name: known.pop(name) for name in _MACHINE if name in known}
+    policy = {name.removeprefix("policy."): v for name, v in run.settings.items() if name.startswith("policy.")}
+    groups: dict[str, object] = {
+        "command": {"command": run.command, "run directory": str(run.path), **known},
+        "machine": machine, "versions": versions, "code (git)": git, "policy, where it is not the usual": policy,
+        "hyperparameters": {name: v for name, v in run.settings.items() if not name.startswith("policy.")},
+    }  # fmt: skip
+    sound = {name: islice(rows.items(), _MOST) for name, rows in groups.items() if isinstance(rows, dict) and rows}
+    return {name: {str(key): _shown(value) for key, value in rows} for name, rows in sound.items()}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list) and all(isinstance(each, (str, int, float)) for each in value):
+        return " ".join(map(str, value))
+    if isinstance(value, dict) and not any(isinstance(each, (dict, list)) for each in value.values()):
+        return ", ".join(f"{key} {each}" for key, each in value.items())
+    return value if isinstance(value, str) else json.dumps(as_json_value(value), ensure_ascii=False)

@@ -1,0 +1,120 @@
+"""`holdfast attach` to real trainings that nobody observes: stuck in a lock, with a stopped worker, and healthy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.cli import attach
+from holdfast.cli.main import make_app
+from holdfast.supervise.process_tree import descendants, read_table
+from holdfast.supervise.watch.process_evidence import read_kernel_view
+from holdfast.supervise.watch.stacks import find_py_spy
+
+pytestmark = pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
+Start = Callable[[str], subprocess.Popen[str]]
+LOCKED = """
+import threading
+def stuck():
+    lock = threading.Lock(); lock.acquire()
+    print(flush=True)
+    lock.acquire()
+stuck()
+"""
+LOADING = """
+import time, torch
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 10**6
+    def __getitem__(self, index): time.sleep(0.01); return torch.zeros(4)
+model = torch.nn.Linear(4, 1)
+for number, batch in enumerate(torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=1)):
+    model(batch).sum().backward()
+    if number == 3: print(flush=True)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    children = []
+
+    def start_one(program: str) -> subprocess.Popen[str]:
+        child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        children.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()  # it is there now
+        return child
+
+    yield start_one
+    for child in children:
+        for pid in [*descendants(read_table(), [child.pid]), child.pid]:
+            os.kill(pid, signal.SIGKILL)
+        child.communicate()
+
+
+def attached(pid: int, code: int) -> dict[str, Any]:
+    result = CliRunner().invoke(make_app("attach"), ["attach", str(pid), "--seconds", "1", "--json"])
+    assert result.exit_code == code, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_a_lock_that_nobody_gives_back_is_named(start: Start) -> None:
+    """Kind, process and line are those that `holdfast run` would name; the process goes on as it was."""
+    child = start(LOCKED)
+    found = attached(child.pid, 1)
+    assert (found["moves"], found["verdict"]["kind"], found["verdict"]["pid"]) == (False, "lock", child.pid)
+    assert found["verdict"]["frame"].endswith(" in stuck")
+    assert "at step" not in found["verdict"]["sentence"]  # nobody has counted
+    (row,) = found["processes"]
+    assert (row["phase"], row["resident_bytes"] > 1 << 20) == ("in code of its own", True)
+    assert child.poll() is None
+
+
+@pytest.mark.slow
+def test_a_loop_that_waits_for_each_batch_moves_until_its_worker_is_stopped(start: Start) -> None:
+    """Healthy it is found in the same wait twice and is called moving; with SIGSTOP the worker is to blame."""
+    child = start(LOADING)
+    found = attached(child.pid, 0)
+    assert found["verdict"] is None
+    assert {row["pid"]: row["phase"] for row in found["processes"]}[child.pid] == "data wait"
+    (worker,) = (row["pid"] for row in found["processes"] if row["phase"] == "makes batches")
+    os.kill(worker, signal.SIGSTOP)
+    while read_kernel_view(worker).state != "T":
+        time.sleep(0.005)
+    time.sleep(0.5)  # what it has sent before is read
+    verdict = attached(child.pid, 1)["verdict"]
+    assert (verdict["kind"], verdict["pid"]) == ("stopped", worker)
+
+
+def test_what_cannot_be_looked_at_is_a_clear_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such process, one that is not Python, no py-spy: what it is, and what to do."""
+    sleeper = subprocess.Popen(["sleep", "1000"])
+    with sleeper:
+        for pid, words in ((2**22 - 3, "is not there"), (sleeper.pid, "(sleep) is not Python")):
+            result = CliRunner().invoke(make_app("attach"), ["attach", str(pid)])
+            assert result.exit_code == 2
+            assert words in result.stderr
+            assert "Fix: " in result.stderr
+        monkeypatch.setattr(attach, "find_py_spy", lambda: "")
+        result = CliRunner().invoke(make_app("attach"), ["attach", str(sleeper.pid)])
+        assert 'pip install "torch-holdfast[stacks]"' in result.stderr
+        sleeper.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_without_the_right_to_trace_the_fix_is_named() -> None:
+    """Another user's process: sudo, or a capability for the container."""
+    program = "import os; from holdfast.cli import attach; os.setuid(65534); attach._subjects(os.getppid(), 1.0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "no right to trace" in done.stderr, done.stderr
+    assert "sudo" in done.stderr
+    assert "--cap-add SYS_PTRACE" in done.stderr
