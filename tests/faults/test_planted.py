@@ -193,6 +193,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another type": lambda tree: first(tree).update(dtype="F64"),
     "another shape": lambda tree: first(tree).update(shape=[2**60, 2**60]),
     "a shape that is a number": lambda tree: first(tree).update(shape=3),
+    "a name of markup": lambda tree: tree["files"].update({"../[/]": tree["files"].pop("state.json")}),
     "no digest": lambda tree: first(tree).update(sha256=None),
 }
 
@@ -228,11 +229,28 @@ def test_a_forged_state_is_damage(trained, tmp_path, value):
     about = {"begin": 0, "end": len(data), "sha256": hashlib.sha256(data).hexdigest(), "dtype": "", "shape": []}
     forged(newest.path, lambda tree: tree["files"].update({"state.json": {"json": about}}))
     newest.verify()
+    command = ["checkpoints", str(tmp_path), "--export", str(tmp_path / "out.safetensors")]
+    result = CliRunner().invoke(make_app("checkpoints"), command)
+    assert result.exit_code == 2, result.exception
+    assert "H311" in result.output
     guard, _ = guard_in(tmp_path)
     assert guard.resumed_from is not None
     assert guard.resumed_from.name.endswith("step00000004")
     (found,) = [event for event in guard.events() if event.kind == "checkpoint_damaged"]
     assert found.data["checkpoint"] == newest.path.name
+
+
+@pytest.mark.parametrize("part", ["optimizer", "training"])
+def test_a_forged_part_is_an_error_in_words(trained, tmp_path, part):
+    """A text in place of the optimizer's or the guard's own state: H311, and not an error of Python."""
+    trained(tmp_path)
+    for entry in Store(tmp_path / "checkpoints").entries():
+        data = json.dumps({**json.loads((entry.path / "state.json").read_bytes()), part: "x"}).encode()
+        (entry.path / "state.json").write_bytes(data)
+        about = {"begin": 0, "end": len(data), "sha256": hashlib.sha256(data).hexdigest(), "dtype": "", "shape": []}
+        forged(entry.path, lambda tree, about=about: tree["files"].update({"state.json": {"json": about}}))
+    with pytest.raises(holdfast.CheckpointError, match="H312"):
+        guard_in(tmp_path)
 
 
 def test_a_folder_that_a_list_of_the_best_names_is_not_removed(trained, tmp_path):

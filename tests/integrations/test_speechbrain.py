@@ -311,15 +311,16 @@ def test_a_checkpoint_that_cannot_be_read_now_or_reached_is_kept(tmp_path, monke
     """Neither an older one nor a new start takes its place: H307 for a fault that passes, H312 for a dead link."""
     saving(GuardedSaves, tmp_path, 2)
     newest = max((tmp_path / "save").glob("CKPT*"), key=lambda path: (path / "CKPT.yaml").stat().st_mtime_ns)
-    really_open = Path.open
+    really_open = os.open
 
-    def refuses(path: Path, *given: Any, **named: Any) -> Any:
+    def refuses(place: Any, *given: Any, **named: Any) -> Any:
+        path = Path(place)
         if path.name == "model.ckpt" and newest in path.parents:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return really_open(path, *given, **named)
+        return really_open(place, *given, **named)
 
     with monkeypatch.context() as patch, pytest.raises(RunDirectoryError, match="H307"):
-        patch.setattr(Path, "open", refuses)
+        patch.setattr(os, "open", refuses)
         saving(GuardedSaves, tmp_path, 3)
     newest.rename(tmp_path / "moved")
     newest.symlink_to(tmp_path / "not mounted")

@@ -222,15 +222,16 @@ def test_checkpoints_that_cannot_be_read_now_or_reached_are_kept(
 
     guarded(tmp_path, max_steps=4).train()
     newest = tmp_path / "checkpoint-4"
-    really_open = Path.open
+    really_open = os.open
 
-    def refuses(path: Path, *given: Any, **named: Any) -> Any:
+    def refuses(place: Any, *given: Any, **named: Any) -> Any:
+        path = Path(place)
         if path.name == "optimizer.pt" and newest in path.parents:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return really_open(path, *given, **named)
+        return really_open(place, *given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuses)
+        patch.setattr(os, "open", refuses)
         for asked in (True, str(newest)):
             with pytest.raises(RunDirectoryError, match="H307"):
                 guarded(tmp_path).train(resume_from_checkpoint=asked)

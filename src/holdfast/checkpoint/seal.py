@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from holdfast.core.durable import fsync_path, replace_file
-from holdfast.core.errors import CheckpointError, RunDirectoryError
+from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 from holdfast.core.files import SHARED, opened, read_file
 from holdfast.core.version import __version__
 
@@ -35,7 +35,7 @@ _MOST_HEADER_BYTES = 100 * 10**6  # the safetensors format allows no more
 # What says nothing about the bytes: too little of the machine, missing rights, a network disk that is away. Not so an
 # input/output error, which a disk reports for what it has lost.
 _LATEST = 2**35  # in Unix seconds: the year 3058
-_ODD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error)
+_ODD = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)
 """What JSON that somebody else has made raises where it is read."""
 _PASSING = {
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EACCES, errno.EPERM,
@@ -105,7 +105,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     body, _, rest = data.partition(b"\n")
     if rest != hashlib.sha256(body).hexdigest().encode() + b"\n":
         raise damaged(checkpoint, f"{FILE_NAME} does not match its own digest")
-    try:
+    with reading(checkpoint):
         tree: dict[str, Any] = json.loads(body)
         if type(tree["format"]) is int and tree["format"] > FORMAT:
             raise RunDirectoryError(
@@ -115,8 +115,18 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 rule="H303",
             )
         return _checked(tree)
+
+
+@contextlib.contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Let what only a forged checkpoint raises be damage (H311): digests do not say who has written it."""
+    try:
+        yield
+    except HoldfastError:
+        raise
     except _ODD as error:
-        raise damaged(checkpoint, f"{FILE_NAME} is not as holdfast writes it ({str(error)[:200]})") from error
+        why = f"it holds what holdfast does not write ({type(error).__name__}: {str(error)[:200]})"
+        raise damaged(checkpoint, why) from error
 
 
 def _checked(tree: dict[str, Any]) -> Manifest:

@@ -107,7 +107,8 @@ def _print_checkpoints(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         written = size(row["size_bytes"]) if "size_bytes" in row else "?"
         saved = row.get("saved", "?").removesuffix("+00:00").replace("T", " ")
-        table.add_row(row["name"], str(row["global_step"]), written, saved, row["status"])
+        cells = (row["name"], str(row["global_step"]), written, saved, row["status"])
+        table.add_row(*(Text(sanitise(cell)) for cell in cells))
     if rows:
         console().print(table)
     else:

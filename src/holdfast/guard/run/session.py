@@ -19,6 +19,7 @@ from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.newest import move_aside
 from holdfast.checkpoint.saver import read_components
+from holdfast.checkpoint.seal import reading
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
@@ -379,11 +380,13 @@ class Session:
             move_aside(entry.path)  # every digest is right, but it holds what no holdfast has written
             self.record.emit(run_events.CheckpointDamaged(checkpoint=entry.path.name, why=error.what))
             return self.resume()
-        self._directory.resumed_from(training["run"])
-        self._go_to_position_of(training)
-        restore(RandomState.from_tree(training["random_state"]))
-        self.go_on_from(training)
-        self.saving.chooser.costs.extend((stall, whole) for stall, whole in training["save_costs"])
+        with reading(entry.path):
+            self._directory.resumed_from(training["run"])
+        self._go_to_position_of(training)  # by the loader's own code, whose errors are no damage
+        with reading(entry.path):
+            restore(RandomState.from_tree(training["random_state"]))
+            self.go_on_from(training)
+            self.saving.chooser.costs.extend((stall, whole) for stall, whole in training["save_costs"])
         self.saving.resumed(entry)
         self._compare_settings(training["settings"])
         self.record.emit(run_events.Resumed(checkpoint=entry.path.name, trained_batches=self._position()[1]))
@@ -476,7 +479,8 @@ class Session:
         into = live_tensors(self.parts) if in_place else {}
         shares = {} if self.ranks.shares is None else {"share_of": self.ranks.shares(self.parts)}
         trees = read_components(entry, component_names(self.parts), into, **shares)
-        check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
+        with reading(entry.path):
+            check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
         return self._put_back(trees)
 
     def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
