@@ -1,14 +1,20 @@
-"""The demo's processes are followed; what ends too soon or stands still is an error."""
+"""The demo: its processes are followed, and its command fails and exits as those of holdfast."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from recipes.demo import __main__ as command
+from recipes.demo import demo_run
+from recipes.demo.demo_run import DemoRun
+from typer.testing import CliRunner
 
-from holdfast.chaos import demo_run
-from holdfast.chaos.demo_run import DemoRun
+ROOT = Path(__file__).parents[2]
 
 _TRAINS = """
 import json, sys, time
@@ -57,3 +63,44 @@ def test_a_training_that_ends_too_soon_is_an_error(started):
     run.output.write_text("mistaken")
     with pytest.raises(RuntimeError, match="exit code 3: mistaken"):
         run.finish(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
+
+
+def report(held: bool) -> dict[str, Any]:
+    row = {
+        "fault": "SIGKILL", "happened": "killed", "remedy": "resume", "promise": "bit-exact", "held": held,
+        "evidence": "digests", "lost_steps": 3, "seconds": 1.5,
+    }  # fmt: skip
+    return {"rows": [row], "accuracy": [0.9, 0.9 if held else None], "seed": 7}
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_broken_promise_is_exit_code_1(tmp_path, monkeypatch, held):
+    """The demo exits with 1 if a promise did not hold; the campaign is replaced by a made-up report here."""
+    monkeypatch.setattr(command, "_campaign", lambda seed, quiet: report(held))
+    shown = CliRunner().invoke(command.app, ["--out", str(tmp_path)])
+    assert shown.exit_code == (0 if held else 1)
+    assert f"{int(held)} of 1 promises held" in shown.output
+    assert ("NO" in shown.output) is not held
+    assert json.loads((tmp_path / "report.json").read_text()) == report(held)
+    assert json.loads(CliRunner().invoke(command.app, ["--out", str(tmp_path), "--json"]).output)["held"] is held
+
+
+@pytest.mark.slow
+def test_make_demo_starts_it_from_the_clone_and_a_mistake_is_valid_json():
+    """What `make demo` calls is found there; an unknown option is one object on stdout, and exit code 2."""
+    (called,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "recipes.demo" in line]
+    words = called.split()[1:]
+    assert words == ["-m", "recipes.demo"]
+    ended = subprocess.run(
+        [sys.executable, *words, "--nonsense", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2
+    error = json.loads(ended.stdout)["error"]
+    assert "--nonsense" in error["what"]
+    assert "python -m recipes.demo --help" in error["fix"]
+    assert "Traceback" not in ended.stderr

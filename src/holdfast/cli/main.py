@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": "run:run", "watch": "views:watch", "explain": "explain:run", "report": "views:report",
-    "events": "events:run", "metrics": "views:metrics", "plan": "plan:run", "demo": "demo:run",
+    "events": "events:run", "metrics": "views:metrics", "plan": "plan:run",
     "checkpoints": "guard_directory:checkpoints", "quarantine": "guard_directory:quarantine",
 }  # fmt: skip
 """Of each command the module and the function."""
