@@ -14,7 +14,7 @@ OTHER := .venv/torch-$(TORCH)
 
 # All that is installed serves the demo too; it needs less than a tenth of it beside torch.
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(FOR_DEMO))  ## train the main job through real faults, and check every promise
-	$(BIN)/holdfast demo
+	$(BIN)/python -m recipes.demo
 
 # The slow ones apart: with the frameworks that they import each fork of the others would take twice as long.
 test: check fast speechbrain  ## all gates and all tests, the slow ones too

@@ -37,7 +37,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-RECIPES = ("tacotron2", "gan", "pegasus", "classifier", "separation", "asr", "gpt", "lora", "diffusion")
+RECIPES = ("tacotron2", "gan", "pegasus", "classifier", "separation", "asr", "gpt", "lora", "diffusion", "demo")
 # Pages whose text lies elsewhere in the repository, by their place in the site.
 FROM_ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",

@@ -103,7 +103,6 @@ def test_the_commands_and_their_flags() -> None:
         for name, command in commands.items()
     }
     assert flags == {
-        "demo": ["--json", "--out", "--seed"],
         "checkpoints": ["--export", "--export-averaged", "--json", "--verify"],
         "explain": ["--attempt", "--json", "--status"],
         "run": [

@@ -18,7 +18,8 @@ from tests.prepared import Prepared
 from holdfast.chaos.small_disk import command_with_small_disk
 
 pytestmark = pytest.mark.slow
-PROGRAM = str(Path(__file__).parent / "programs" / "build_features.py")
+ROOT = Path(__file__).parents[2]
+PROGRAM = ("-m", "tests.faults.programs.build_features")  # from ROOT: the cache is a recipe's
 ITEMS = 120
 
 
@@ -28,7 +29,9 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start_one(path: Path, **request: Any) -> subprocess.Popen[str]:
-        process = Prepared([PROGRAM, json.dumps({"path": str(path), **request})], stdout=subprocess.PIPE, text=True)
+        process = Prepared(
+            [*PROGRAM, json.dumps({"path": str(path), **request})], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
         started.append(process)
         return process
 
@@ -66,7 +69,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("undisturbed") / "f.h5"
     request = json.dumps({"path": str(path), "workers": 0})
-    subprocess.run([sys.executable, PROGRAM, request], check=True, capture_output=True, timeout=120)
+    subprocess.run([sys.executable, *PROGRAM, request], check=True, capture_output=True, timeout=120, cwd=ROOT)
     return path.read_bytes()
 
 
@@ -150,11 +153,11 @@ def test_a_full_disk_is_a_clear_error_and_the_build_goes_on_when_there_is_room(u
         pytest.skip("no small disk may be mounted here, neither as root nor in a user namespace")
     common = {"path": str(disk / "f.h5"), "filler": str(disk / "filler")}
     requests = [json.dumps({**common, "fill_at": 50}), json.dumps({**common, "fill_at": 119}), json.dumps(common)]
-    builds = "; ".join(f"{sys.executable} {PROGRAM} '{request}'" for request in requests)
+    builds = "; ".join(f"{sys.executable} {' '.join(PROGRAM)} '{request}'" for request in requests)
     script = f"{builds}; cp {disk / 'f.h5'} {tmp_path / 'copy.h5'}"  # both see the disk: it is theirs alone
     command = command_with_small_disk(disk, ["sh", "-c", script])
     assert command is not None
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
     first, second, third = (json.loads(line) for line in ended.stdout.splitlines())
     for answer in (first, second):
         assert answer["rule"] == "H624"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "run": "run:run", "watch": "views:watch", "attach": "attach:run", "explain": "explain:run",
     "report": "views:report", "events": "events:run", "metrics": "views:metrics", "plan": "plan:run",
-    "compare": "views:compare", "demo": "demo:run", "checkpoints": "guard_directory:checkpoints",
+    "compare": "views:compare", "checkpoints": "guard_directory:checkpoints",
     "quarantine": "guard_directory:quarantine", "doctor": "doctor:run",
 }  # fmt: skip
 """Of each command the module and the function."""

@@ -8,14 +8,12 @@ import re
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
 import holdfast
-from holdfast.cli import demo
 from holdfast.cli.main import make_app
 from holdfast.testing import flip_bit
 
@@ -97,22 +95,3 @@ def test_wrong_use_is_a_message_and_exit_code_2(arguments):
 def test_the_version_is_printed():
     """--version prints the version of the package."""
     assert call("--version").output == f"holdfast {holdfast.__version__}\n"
-
-
-def report(held: bool) -> dict[str, Any]:
-    row = {
-        "fault": "SIGKILL", "happened": "killed", "remedy": "resume", "promise": "bit-exact", "held": held,
-        "evidence": "digests", "lost_steps": 3, "seconds": 1.5,
-    }  # fmt: skip
-    return {"rows": [row], "accuracy": [0.9, 0.9 if held else None], "seed": 7}
-
-
-@pytest.mark.parametrize("held", [True, False])
-def test_a_broken_promise_of_the_demo_is_exit_code_1(tmp_path, monkeypatch, held):
-    """The demo exits with 1 if a promise did not hold; the campaign is replaced by a made-up report here."""
-    monkeypatch.setattr(demo, "_campaign", lambda seed, quiet: report(held))
-    shown = call("demo", "--out", tmp_path)
-    assert shown.exit_code == (0 if held else 1)
-    assert f"{int(held)} of 1 promises held" in shown.output
-    assert ("NO" in shown.output) is not held
-    assert json.loads(call("demo", "--out", tmp_path, "--json").output)["held"] is held

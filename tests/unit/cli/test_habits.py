@@ -79,12 +79,12 @@ def in_terminal(*words: object, cwd: Path, **variables: str) -> str:
 
 def test_every_mistake_is_valid_json(tmp_path: Path) -> None:
     """Unknown options, words too many or too few, and paths of nothing: one object on stdout, and exit code 2."""
-    needs_nothing = {"demo", "explain", "doctor"}
+    needs_nothing = {"explain", "doctor"}
     mistakes: list[list[str]] = [["--json"], ["nonsense", "--json"], ["--nonsense", "--json"]]
     for name in COMMANDS:
         mistakes += [[name, "--nonsense", "--json"], [name, "--json", *("abcdef" if name != "run" else ())]]
         mistakes += [[name, "--json"]] if name not in needs_nothing else []
-        mistakes += [[name, "nowhere", "--json"]] if name not in ("run", "demo") else []
+        mistakes += [[name, "nowhere", "--json"]] if name != "run" else []
     mistakes += [["plan", "a.py:b", "--device", "T4", "--margin", "1x", "--json"]]
     mistakes += [["run", "--json", "--", "no-such-program"], ["run", "--json", "--hang-limit", "x", "--", "true"]]
     for answer in ask(*mistakes, cwd=tmp_path):

@@ -1,6 +1,6 @@
 """One attempt of the demo's training, in a process of its own, with the faults that must be injected from inside.
 
-    python -m holdfast.chaos.attempt '{"run_dir": ..., "trace": ..., "memory": {...}, "sample": {...}, "disk": {...},
+    python -m recipes.demo.attempt '{"run_dir": ..., "trace": ..., "memory": {...}, "sample": {...}, "disk": {...},
                                       "workers": "folder for marks"}'
 
 After each step it appends step and a digest of all weights and momenta to the trace, so that two runs can be compared
@@ -24,11 +24,11 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
-from holdfast.chaos.digits import Job, train, train_bare
 from holdfast.checkpoint.store import Store
 from holdfast.guard.guard import Guard
 from holdfast.guard.result import StepResult
 from holdfast.testing import data_segment_bytes, fill_disk, limit_memory
+from recipes.demo.digits import Job, train, train_bare
 
 _DAMAGED = 700
 _NEVER_MET = 2**45

@@ -45,7 +45,7 @@ class DemoRun:
         if self.weights is not None:
             self.weights.mkdir(exist_ok=True)
             paths["weights"] = str(self.weights)
-        command = [sys.executable, "-m", "holdfast.chaos.attempt", json.dumps({**paths, **request})]
+        command = [sys.executable, "-m", "recipes.demo.attempt", json.dumps({**paths, **request})]
         with self.output.open("ab") as output:
             return subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.demo_run import DemoRun
 from holdfast.checkpoint.store import Store
 from holdfast.recorder.black_box import StepMark
 from holdfast.testing import flip_random_bit
+from recipes.demo.demo_run import DemoRun
 
 _SAMPLE = {"from_step": 12}
 _WORKER_FAULTS = 3
@@ -280,7 +280,7 @@ def _carried_out(fault: str, scenario: Callable[[], Sequence[Row]]) -> Sequence[
 
 def say(text: str) -> None:
     """Print a line, in one piece: two scenarios go on at a time, and the other would write between it and its end."""
-    print(f"{text}\n", end="", flush=True)  # noqa: T201
+    print(f"{text}\n", end="", flush=True)
 
 
 def main(directory: Path, small_disk: Path | None, seed: int) -> None:

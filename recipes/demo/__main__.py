@@ -1,4 +1,4 @@
-"""`holdfast demo`: the main job on real data, through real faults, each promise held against its reference."""
+"""``python -m recipes.demo``: train on real data through real faults; each promise is held against its reference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,26 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from holdfast.chaos.small_disk import command_with_small_disk
-from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
+from holdfast.cli.output import (
+    CHECK_FAILED,
+    ERROR,
+    Json,
+    console,
+    failing_clearly,
+    keep_stdout_for_json,
+    print_error,
+    print_json,
+)
 from holdfast.core.errors import PolicyError
 
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 
+
+@app.command()
 def run(
+    *,
     out: Annotated[Path, typer.Option("--out", help="Directory for the report.")] = Path("demo"),
     seed: Annotated[
         int | None, typer.Option("--seed", help="Repeat the random step and bit of another demo.")
@@ -60,7 +75,7 @@ def _campaign(seed: int, *, quiet: bool) -> dict[str, Any]:
     work = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
     disk = work / "small-disk"
     disk.mkdir()
-    command = [sys.executable, "-m", "holdfast.chaos.campaign", str(work)]
+    command = [sys.executable, "-m", "recipes.demo.campaign", str(work)]
     mounted = command_with_small_disk(disk, [*command, str(disk), str(seed)])
     output = (sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL) if quiet else None  # it says what it does
     ended = subprocess.run(mounted or [*command, "", str(seed)], stdout=output, check=False)  # noqa: S603
@@ -92,3 +107,20 @@ def _print(report: dict[str, Any], seconds: float) -> None:
 
 def _percent(share: float | None) -> str:
     return "unknown" if share is None else f"{share:.1%}"
+
+
+def main() -> None:
+    """Run the command line, which fails as those of holdfast do."""
+    as_json = "--json" in sys.argv
+    if as_json:
+        keep_stdout_for_json()
+    try:
+        status = app(prog_name="python -m recipes.demo", standalone_mode=False)
+    except Exception as error:  # noqa: BLE001 - exit code 1 would be an answer
+        print_error(error, as_json=as_json)
+        status = ERROR
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
