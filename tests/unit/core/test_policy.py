@@ -42,7 +42,6 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "rollback_lr_factor": (
         [0.0, 1.0, 1, 0, -0.5, 2.0, math.nan, math.inf, "0.5", True], [None, 0.5, np.float64(0.1)],
     ),
-    "fuse": _SWITCH,
     "diagnose": _SWITCH,
     "objective": (["gan", "minimise", None, 1], ["minimize", "adversarial", "reinforcement"]),
     "frozen": (["encoder.*", ("",), (1,), None, {"a"}], [(), ("encoder.*", "head.bias")]),

@@ -315,35 +315,6 @@ class OnednnSwitchedOff(EventData):
     promise: Promise = "equal up to rounding"
 
 
-class OptimizerFused(EventData):
-    """An optimizer updates many tensors at once from now on: tried on a copy, that gives the same bits.
-
-    `implementation` is torch's name for it; `saved_milliseconds` of each step, as measured on the copy.
-    """
-
-    optimizer: str
-    implementation: str
-    times_as_fast: float
-    saved_milliseconds: float
-    promise: Promise = "bit-exact"
-
-
-class OptimizerCouldBeFaster(EventData):
-    """Another implementation of an optimizer is faster, and rounds otherwise: it is yours to choose."""
-
-    optimizer: str
-    implementation: str
-    times_as_fast: float
-    saved_milliseconds: float
-    fix: str
-
-
-class OptimizerNotTried(_Failure):
-    """A copy of an optimizer could not be made or stepped; it stays as it is."""
-
-    optimizer: str
-
-
 # --- values -----------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,6 @@ CHECKS: dict[str, _Check] = {
         "a number above 0 and below 1, or None to turn it off",
         lambda value: value is None or (_positive(value) and value < 1),
     ),
-    "fuse": _FLAG,
     "diagnose": _FLAG,
     "objective": _one_of(Objective),
     "frozen": _TEXTS,

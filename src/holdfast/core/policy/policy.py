@@ -151,11 +151,6 @@ class Policy:
     rollback_lr_factor: float | None = None
     """What the learning rates are multiplied by after a rollback, above 0 and below 1. None leaves them alone."""
 
-    fuse: bool = False
-    """Whether optimizers may update many tensors at once (torch's ``foreach``) where a trial on a copy, in the 10th
-    step, is faster and gives the same bits; it takes memory for temporaries of all parameters. What is faster and
-    rounds otherwise (``fused``) is only proposed: event ``"optimizer_could_be_faster"``, with what it would save."""
-
     diagnose: bool = True
     """Whether to look for the reasons why a model does not learn: exact contracts in the first steps, samples
     later; once a rule says that nothing is learnt and none says why, trials on the last batch, on a copy."""
