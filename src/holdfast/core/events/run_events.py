@@ -395,13 +395,6 @@ class SnapshotsDoNotFit(EventData):
     """No copies of the state are kept in host memory: a rollback returns to a checkpoint."""
 
 
-class LearningRateLowered(EventData):
-    """The learning rates were lowered after a rollback, by a factor; and by how much in all."""
-
-    factor: float
-    in_all: float
-
-
 # --- why it does not learn --------------------------------------------------------------------------------------
 
 
