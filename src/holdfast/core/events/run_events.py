@@ -202,10 +202,6 @@ class SavePostponed(_Why):
     """A save waits until spikes are over."""
 
 
-class SavePutOff(_Why):
-    """A save waits for the writer, or for memory."""
-
-
 class SavesSynchronous(_Why):
     """From now on training waits for saves."""
 
@@ -300,13 +296,6 @@ class NotRestored(EventData):
 
     names: tuple[str, ...]
     promise: Promise = "changes training"
-
-
-class MutableBuffers(EventData):
-    """These buffers change in forward passes, `count` in all; they are put back from now on."""
-
-    buffers: tuple[str, ...]
-    count: int
 
 
 class OnednnSwitchedOff(EventData):
