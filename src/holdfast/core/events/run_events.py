@@ -365,11 +365,10 @@ class LossScaleCollapsed(LossScaleLowered):
 
 
 class RolledBack(EventData):
-    """The run is back at an earlier step; learning rates before and after."""
+    """The run is back at an earlier step."""
 
     from_step: int
     to_step: int
-    learning_rates: tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class RollbackFailed(_Failure):

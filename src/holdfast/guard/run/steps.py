@@ -125,7 +125,7 @@ class Recovery:
     def _roll_back(self, *, spiked: bool = False) -> bool:
         """Return to the last state from before the first sign of trouble, and pass over the batches since then."""
         session, failed_at = self._session, self._record.global_step
-        since, rates = session.spikes.suspicious_since() or 0, session.parts.rates()
+        since = session.spikes.suspicious_since() or 0
         # What led to a divergence may lie some way before its first sign: states are called good later than they are
         # made. If there is none yet, one is as good as another, and a second rollback will go further back.
         surely_good = failed_at - since - GOOD_AFTER
@@ -137,9 +137,7 @@ class Recovery:
             return False
         session.counters.note_rollback(failed_at, _BEYOND_SPIKES if spiked else self._policy.nonfinite_patience or 1)
         session.spikes.return_to(training["spikes"])
-        now = self._record.global_step
-        learning_rates = tuple(rates), tuple(session.parts.rates())
-        self._record.emit(run_events.RolledBack(from_step=failed_at, to_step=now, learning_rates=learning_rates))
+        self._record.emit(run_events.RolledBack(from_step=failed_at, to_step=self._record.global_step))
         return True
 
     def after_refused_save(self, why: str) -> None:
