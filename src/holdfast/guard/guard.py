@@ -114,7 +114,7 @@ class Guard:
     ) -> None:
         ranks = self._ranks
         self.policy = ranks.policy(policy)
-        check_schedulers(self._parts.schedulers, scales=self.policy.rollback_lr_factor is not None)
+        check_schedulers(self._parts.schedulers)
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())

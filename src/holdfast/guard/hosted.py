@@ -30,13 +30,12 @@ from holdfast.guard.run.steps import Steps
 _OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
 
 
-def hosted_policy(policy: Any, *, host: str, schedules: bool = False, **settings: Any) -> Policy:
+def hosted_policy(policy: Any, *, host: str, **settings: Any) -> Policy:
     """Return the policy of a guard whose host has settings of its own, which win.
 
     Args:
         policy: As `Policy.of` takes it.
         host: What the user calls the host's settings, for messages.
-        schedules: Whether the guard drives the schedulers all the same.
         **settings: The host's, by the names of the policy's fields: ``max_grad_norm`` (None: it does not clip),
             ``precision`` and others.
 
@@ -44,7 +43,7 @@ def hosted_policy(policy: Any, *, host: str, schedules: bool = False, **settings
         PolicyError: H109, for a value that contradicts the host's, or that is the host's to set; a ``HOLDFAST_*``
             variable is one.
     """
-    owned = dict.fromkeys(_OF_THE_HOST[:2] if schedules else _OF_THE_HOST)
+    owned = dict.fromkeys(_OF_THE_HOST)
     return agreed(agreed(Policy.of(policy), host, settings), host, owned, "{host} decides when that is done")
 
 

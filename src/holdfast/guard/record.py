@@ -37,7 +37,7 @@ _MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user'
 _OF_ALL = (
     SkipStep, RollBack, Stop, run_events.SaveFailed, run_events.SaveRefused, run_events.LossScaleCollapsed,
     run_events.StopRequested, run_events.NotRestored, run_events.DiagnosisLimited, run_events.SplitRefused,
-    run_events.Spike, run_events.LearningRateLowered, run_events.Finding,
+    run_events.Spike, run_events.Finding,
     run_events.SideEffects, run_events.SchedulersWait, run_events.RolledBack, run_events.SavePostponed,
     run_events.RanksNotDivided, run_events.ChangesNotSaved, run_events.NotSaved, run_events.BeginsAnew,
     run_events.SettingsKept, run_events.PositionNotKept, run_events.GroupsChanged,

@@ -134,7 +134,6 @@ class Counters:
     rollbacks_in_a_row: int = 0
     row_ends_at: int = 0  # global step from which a row of rollbacks is over
     epochs_validated: int = 0  # epochs that were completed when `Guard.validated` was called last
-    lr_factor: float = 1.0  # product of all that rollbacks have lowered the learning rates by
 
     def note_good_step(self, global_step: int) -> None:
         """Count a committed step; getting far enough beyond the last rollback ends a row of them."""

@@ -15,7 +15,7 @@ _ERRORS = frozenset({
 _WARNINGS = frozenset({
     "out_of_memory", "skip_step", "roll_back", "rolled_back", "spike", "hang_suspected", "restart",
     "leak", "memory_trend", "split", "recompute", "nonfinite_origin", "nonfinite_not_traced", "samples_dropped",
-    "micro_batch_dropped", "learning_rate_lowered", "loader_healed", "sample_quarantined", "save_refused",
+    "micro_batch_dropped", "loader_healed", "sample_quarantined", "save_refused",
     "process_stopped", "rank_is_slow", "preflight",
 })  # fmt: skip
 _SENTENCES = (

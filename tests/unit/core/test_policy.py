@@ -39,10 +39,6 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "max_rollbacks": ([-1, 1.5, math.nan, True, False, None, "2"], [0, 1]),
     "spike_action": (["rollback", "Skip", None, False], ["off", "warn", "skip", "roll_back"]),
     "snapshot_interval_steps": (_NOT_A_COUNT, [None, 1]),
-    "rollback_lr_factor": (
-        [0.0, 1.0, 1, 0, -0.5, 2.0, math.nan, math.inf, "0.5", True], [None, 0.5, np.float64(0.1)],
-    ),
-    "fuse": _SWITCH,
     "diagnose": _SWITCH,
     "objective": (["gan", "minimise", None, 1], ["minimize", "adversarial", "reinforcement"]),
     "frozen": (["encoder.*", ("",), (1,), None, {"a"}], [(), ("encoder.*", "head.bias")]),
@@ -201,22 +197,12 @@ _CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         {"allow_split_with": ("buffers",), "micro_batch_size": None},
         "allow_split_with=('buffers',) with micro_batch_size=None",
     ),
-    *(
-        ({"rollback_lr_factor": 0.5, **never}, "rollback_lr_factor=0.5 in a run that never rolls back")
-        for never in (
-            {"spike_action": "skip", "nonfinite_patience": None},
-            {"max_rollbacks": 0},
-            {"spike_action": "roll_back", "objective": "adversarial", "max_rollbacks": 0},
-        )
-    ),
 ]
 _AGREEMENTS: list[dict[str, Any]] = [
     {"clip_by": "group", "max_grad_norm": 1.0},
     {"clip_by": "optimizer", "max_grad_norm": 1.0},
     {"drop_nonfinite_samples": True, "provenance": True},
     {"allow_split_with": ("buffers",), "micro_batch_size": 4},
-    {"rollback_lr_factor": 0.5, "spike_action": "off"},
-    {"rollback_lr_factor": 0.5, "spike_action": "roll_back", "nonfinite_patience": None, "max_rollbacks": 0},
 ]
 
 

@@ -202,10 +202,6 @@ class SavePostponed(_Why):
     """A save waits until spikes are over."""
 
 
-class SavePutOff(_Why):
-    """A save waits for the writer, or for memory."""
-
-
 class SavesSynchronous(_Why):
     """From now on training waits for saves."""
 
@@ -302,46 +298,10 @@ class NotRestored(EventData):
     promise: Promise = "changes training"
 
 
-class MutableBuffers(EventData):
-    """These buffers change in forward passes, `count` in all; they are put back from now on."""
-
-    buffers: tuple[str, ...]
-    count: int
-
-
 class OnednnSwitchedOff(EventData):
     """oneDNN keeps memory of its own; it is off from now on."""
 
     promise: Promise = "equal up to rounding"
-
-
-class OptimizerFused(EventData):
-    """An optimizer updates many tensors at once from now on: tried on a copy, that gives the same bits.
-
-    `implementation` is torch's name for it; `saved_milliseconds` of each step, as measured on the copy.
-    """
-
-    optimizer: str
-    implementation: str
-    times_as_fast: float
-    saved_milliseconds: float
-    promise: Promise = "bit-exact"
-
-
-class OptimizerCouldBeFaster(EventData):
-    """Another implementation of an optimizer is faster, and rounds otherwise: it is yours to choose."""
-
-    optimizer: str
-    implementation: str
-    times_as_fast: float
-    saved_milliseconds: float
-    fix: str
-
-
-class OptimizerNotTried(_Failure):
-    """A copy of an optimizer could not be made or stepped; it stays as it is."""
-
-    optimizer: str
 
 
 # --- values -----------------------------------------------------------------------------------------------------
@@ -405,11 +365,10 @@ class LossScaleCollapsed(LossScaleLowered):
 
 
 class RolledBack(EventData):
-    """The run is back at an earlier step; learning rates before and after."""
+    """The run is back at an earlier step."""
 
     from_step: int
     to_step: int
-    learning_rates: tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class RollbackFailed(_Failure):
@@ -422,13 +381,6 @@ class SnapshotFailed(_Failure):
 
 class SnapshotsDoNotFit(EventData):
     """No copies of the state are kept in host memory: a rollback returns to a checkpoint."""
-
-
-class LearningRateLowered(EventData):
-    """The learning rates were lowered after a rollback, by a factor; and by how much in all."""
-
-    factor: float
-    in_all: float
 
 
 # --- why it does not learn --------------------------------------------------------------------------------------

@@ -75,11 +75,6 @@ CHECKS: dict[str, _Check] = {
     "max_rollbacks": ("a whole number >= 0", lambda value: _whole(value, 0)),
     "spike_action": _one_of(SpikeAction),
     "snapshot_interval_steps": _OPTIONAL_COUNT,
-    "rollback_lr_factor": (
-        "a number above 0 and below 1, or None to turn it off",
-        lambda value: value is None or (_positive(value) and value < 1),
-    ),
-    "fuse": _FLAG,
     "diagnose": _FLAG,
     "objective": _one_of(Objective),
     "frozen": _TEXTS,

@@ -148,14 +148,6 @@ class Policy:
     """Optimizer steps between copies of the state in host memory, to which a rollback returns; none are kept where
     they do not fit, and None keeps none: a rollback then returns to a checkpoint. 100: PaLM's restart distance."""
 
-    rollback_lr_factor: float | None = None
-    """What the learning rates are multiplied by after a rollback, above 0 and below 1. None leaves them alone."""
-
-    fuse: bool = False
-    """Whether optimizers may update many tensors at once (torch's ``foreach``) where a trial on a copy, in the 10th
-    step, is faster and gives the same bits; it takes memory for temporaries of all parameters. What is faster and
-    rounds otherwise (``fused``) is only proposed: event ``"optimizer_could_be_faster"``, with what it would save."""
-
     diagnose: bool = True
     """Whether to look for the reasons why a model does not learn: exact contracts in the first steps, samples
     later; once a rule says that nothing is learnt and none says why, trials on the last batch, on a copy."""
@@ -322,9 +314,3 @@ def _contradictions(policy: Policy) -> Iterator[tuple[str, str, str]]:
     if policy.forecast_micro_batch_size is not None and size != "auto":
         what = f"forecast_micro_batch_size={policy.forecast_micro_batch_size} with micro_batch_size={size!r}"
         yield what, "a size that is given is not forecast", 'use micro_batch_size="auto", or drop the forecast.'
-    by_spikes = policy.spike_action == "roll_back" and policy.objective == "minimize"
-    by_nonfinite = policy.nonfinite_patience is not None and policy.max_rollbacks > 0
-    if policy.rollback_lr_factor is not None and not (by_spikes or by_nonfinite):
-        what = f"rollback_lr_factor={policy.rollback_lr_factor!r} in a run that never rolls back"
-        because = "neither spikes nor non-finite steps lead to a rollback"
-        yield what, because, "set nonfinite_patience and max_rollbacks >= 1, or drop rollback_lr_factor."

@@ -28,7 +28,6 @@ _REMEDIES = {
     "retry": ("tried again after freeing memory", "reason"),
     "skip_step": ("skipped the step", "reason"),
     "roll_back": ("went back to a good checkpoint", "reason"),
-    "learning_rate_lowered": ("lowered the learning rate", "reason"),
     "loader_healed": ("replaced the workers of the loader", "cause"),
     "sample_quarantined": ("quarantined a sample that could not be loaded", "evidence"),
     "samples_dropped": ("left out samples with bad values", "reason"),

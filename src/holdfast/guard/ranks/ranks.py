@@ -42,7 +42,7 @@ from holdfast.numerics.loss import Terms, check_count
 _T = TypeVar("_T")
 _WRITER_SECONDS = 2.0
 _MADE, _FAILED, _BEHIND = range(3)  # how an attempt has gone on a rank; the last: it has not even stepped before
-_REFUSED = {"drop_nonfinite_samples": (False,), "fuse": (False,)}  # with what is fine
+_REFUSED = {"drop_nonfinite_samples": (False,)}  # with what is fine
 
 
 class Ranks(OneRank):

@@ -19,7 +19,7 @@ from holdfast.core.errors import (
 from holdfast.core.events import run_events
 from holdfast.core.events.event import Decision, Promise, RollBack, SkipStep, Stop
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Provenance, StepResult
-from holdfast.guard.run.schedules import advance, scale
+from holdfast.guard.run.schedules import advance
 from holdfast.guard.run.session import Session
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
@@ -125,7 +125,7 @@ class Recovery:
     def _roll_back(self, *, spiked: bool = False) -> bool:
         """Return to the last state from before the first sign of trouble, and pass over the batches since then."""
         session, failed_at = self._session, self._record.global_step
-        since, rates = session.spikes.suspicious_since() or 0, session.parts.rates()
+        since = session.spikes.suspicious_since() or 0
         # What led to a divergence may lie some way before its first sign: states are called good later than they are
         # made. If there is none yet, one is as good as another, and a second rollback will go further back.
         surely_good = failed_at - since - GOOD_AFTER
@@ -137,15 +137,7 @@ class Recovery:
             return False
         session.counters.note_rollback(failed_at, _BEYOND_SPIKES if spiked else self._policy.nonfinite_patience or 1)
         session.spikes.return_to(training["spikes"])
-        factor = self._policy.rollback_lr_factor
-        if factor is not None:
-            session.counters.lr_factor *= factor
-            restored = training["counters"]["lr_factor"]  # the state that came back has the rates of then
-            scale(session.parts.schedulers, session.parts.optimizers, session.counters.lr_factor / restored)
-            self._record.emit(run_events.LearningRateLowered(factor=factor, in_all=session.counters.lr_factor))
-        now = self._record.global_step
-        learning_rates = tuple(rates), tuple(session.parts.rates())
-        self._record.emit(run_events.RolledBack(from_step=failed_at, to_step=now, learning_rates=learning_rates))
+        self._record.emit(run_events.RolledBack(from_step=failed_at, to_step=self._record.global_step))
         return True
 
     def after_refused_save(self, why: str) -> None:
@@ -171,7 +163,7 @@ class Recovery:
             return DivergenceError(
                 reason,
                 limit=f"max_rollbacks={self._policy.max_rollbacks} are spent",
-                fix="lower the learning rate (rollback_lr_factor), set max_grad_norm, lengthen the warm-up; "
+                fix="lower the learning rate, set max_grad_norm, lengthen the warm-up; "
                 'leave spike_action at "warn" if the loss is meant to jump; the newest checkpoint is from before.',
                 rule="H503",
             )

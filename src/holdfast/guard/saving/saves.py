@@ -104,8 +104,6 @@ class Saving:
         self._job: Job[_Save | None] | None = None
         self._buffers: HostBuffers | None = None
         self._in_background = policy.async_save and self._every is not None
-        self._puts_off = False  # the save that is due waits for the writer
-        self._said_waiting = False  # so it is known that saves wait
         self._made_ready = False  # memory was asked for ahead
         self._refused: str | None = None
         self.saved = 0
@@ -232,13 +230,6 @@ class Saving:
             begun = True
         if begun is None:
             self.save()
-        elif begun:
-            self._said_waiting, self._puts_off = self._said_waiting and self._puts_off, False
-        else:
-            self._puts_off = True
-            if not self._said_waiting:  # once, and again only after a save that did not have to wait
-                self._said_waiting = True
-                self._record.emit(run_events.SavePutOff(why="the last one is still written, or memory is made ready"))
 
     def _is_pointless(self) -> bool:
         return self._every is None or not self._run_state.may_be_saved or self._saved_at == self._position()
@@ -347,13 +338,8 @@ class Saving:
             # Optimizers have their state now. A run that ends before a save is due needs none of this.
             self._made_ready = self._every != "auto" or self.chooser.is_overdue(now + _AHEAD_SECONDS, auto=True)
             if self._made_ready and self._job is None:
-                self._make_ready()
-
-    def _make_ready(self) -> None:
-        try:
-            self._buffers_for(needed_bytes(encode(self._state()).tensors))
-        except Exception as error:  # noqa: BLE001 - it will come again when a save is due, and be judged there
-            self._record.emit(run_events.SavePutOff(why=described(error)))
+                with contextlib.suppress(Exception):  # it will come again when a save is due, and be judged there
+                    self._buffers_for(needed_bytes(encode(self._state()).tensors))
 
     def finish(self) -> None:
         """Wait until nothing is being written, and take in what came of it."""

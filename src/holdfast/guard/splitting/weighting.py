@@ -61,11 +61,7 @@ class Weighting:
             )
         if self.shifted >= 0:
             leaf = leaf.narrow(self.shifted, 1, max(0, leaf.shape[self.shifted] - 1))
-        if self.kind == "total":
-            wide = torch.float32 if leaf.device.type == "mps" else torch.float64
-            counted = leaf.detach().sum(dtype=wide)
-        else:
-            counted = (leaf != self.ignored).sum()
+        counted = leaf.detach().sum(dtype=torch.float64) if self.kind == "total" else (leaf != self.ignored).sum()
         return float(counted) if counted.device.type == "cpu" else counted
 
 
@@ -92,10 +88,9 @@ def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
     shifts = [-1] if leaf.ndim != 2 else [-1, 1 if leaf.shape[0] == size else 0]
     if leaf.dtype == torch.bool:
         return _entries("mask", keys, (0, 1), shifts)
-    wide = torch.float32 if leaf.device.type == "mps" else torch.float64
     facts = [leaf.min(), ((leaf != 0) & (leaf != 1)).any()]
     if leaf.is_floating_point():
-        least, more_than_mask = torch.stack([fact.to(wide) for fact in facts]).tolist()
+        least, more_than_mask = torch.stack([fact.to(torch.float64) for fact in facts]).tolist()
         if not more_than_mask:
             return _entries("mask", keys, (0, 1), shifts)
         return [Weighting(kind="total", keys=keys)] if least >= 0 else []
@@ -103,8 +98,8 @@ def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
     for dimension in range(leaf.ndim if leaf.ndim > 1 else 0):
         ends = leaf.select(dimension, -1).flatten()
         most = ends.mode().values
-        facts += [most, (ends == most).to(wide).mean()]
-    least, more_than_mask, *others = torch.stack([fact.to(wide) for fact in facts]).tolist()
+        facts += [most, (ends == most).to(torch.float64).mean()]
+    least, more_than_mask, *others = torch.stack([fact.to(torch.float64) for fact in facts]).tolist()
     if not more_than_mask:
         return _entries("mask", keys, (0, 1), shifts)
     ignored = [padding for padding, there in zip(_PADDINGS, others, strict=False) if there]

@@ -349,12 +349,9 @@ class Attempts:
 
     def learn(self, work: Work) -> None:
         """Note which buffers and states an attempt has changed that will be committed."""
-        new = self.buffers.learn()
-        if new:
-            self._record.emit(run_events.MutableBuffers(buffers=tuple(new[:20]), count=len(new)))
-            late = [name for name in new if name in self.buffers.states.names()]
-            if late and work.attempts > 1:
-                self._record.emit(run_events.NotRestored(names=tuple(late)))
+        late = [name for name in self.buffers.learn() if name in self.buffers.states.names()]
+        if late and work.attempts > 1:
+            self._record.emit(run_events.NotRestored(names=tuple(late)))
 
 
 def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

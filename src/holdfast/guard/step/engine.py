@@ -27,7 +27,6 @@ from holdfast.core.events.event import Decision, Promise, Stop
 from holdfast.core.events.event import Split as SplitDecision
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
-from holdfast.guard.fuse import Fusing
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks.one import OneRank
@@ -75,7 +74,6 @@ class StepEngine:
         self.loss_scale = self.attempts.loss_scale
         self._model_order = _ModelOrder(parts)
         self._replay = Replay(parts, self.attempts)
-        self._fusing = Fusing(parts, record) if policy.fuse else None
         self._step_id = 0
         self._reports_no_gain = policy.recompute is True
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
@@ -353,8 +351,6 @@ class StepEngine:
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
                 self.attempts.drop_unused_state(name)
-                if self._fusing is not None:
-                    self._fusing.stepped(name, self._step_id)
                 if self.parts.averages and name == names[-1]:  # here, since what fails half-way is undone
                     self.parts.update_averages(moved)
                 continue
