@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": "run:run", "watch": "views:watch", "explain": "explain:run", "report": "views:report",
-    "events": "events:run", "metrics": "views:metrics", "plan": "plan:run", "demo": "demo:run",
+    "events": "events:run", "metrics": "views:metrics", "plan": "plan:run", "demo": "demo:run", "chaos": "chaos:run",
     "checkpoints": "guard_directory:checkpoints", "quarantine": "guard_directory:quarantine",
 }  # fmt: skip
 """Of each command the module and the function."""
 _COMPLETING = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # in which a shell says what is typed so far
 _READER_GONE = 141  # see ``output``
-_SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the command's name is the command's
+_SETTINGS = {
+    name: {"allow_interspersed_args": False} for name in ("run", "chaos")
+}  # what follows the command's name is the command's
 
 
 def make_app(*only: str) -> typer.Typer:
