@@ -23,7 +23,7 @@ _WORDS = {
     "scale": "the loss scale of the gradient scaler differs",
     "parts": "the step is made of another number of batches",
     "batch": "the loader gives another batch",
-    "inputs": "the model gets other inputs, from the same batch of the loader",
+    "inputs": "the model gets other inputs",
     "random": "the random state differs",
     "losses": "the loss differs",
     "weights": "the weights differ",
@@ -111,10 +111,18 @@ class Reference:
     def first_difference(self, segment: Segment, place: int) -> Difference | None:
         """Return the first step in which a segment that goes on after `place` steps is another one."""
         start, expected = segment.steps[0]["before"] or {}, self.state(place)
-        for what in ("buffers", "optimizer"):
-            if what not in self.unsteady and start.get(what) != expected.get(what):
-                return Difference(place + 1, what, f"{_WORDS[what]} at the start of the attempt")
+        known = [
+            pair for pair in zip(start.get("buffers", []), expected.get("buffers", []), strict=False) if all(pair)
+        ]
+        differs = {
+            "buffers": any(a != b for a, b in known),
+            "optimizer": start.get("optimizer") != expected.get("optimizer"),
+        }
+        for what in (each for each in differs if differs[each] and each not in self.unsteady):
+            return Difference(place + 1, what, f"{_WORDS[what]} at the start of the attempt")
         for index, step in enumerate(segment.steps, place):
+            if index == place < len(self.steps) and _is_rest(step, self.steps[index]):
+                continue
             if index >= len(self.steps):
                 return Difference(index + 1, "end", f"the undisturbed run had ended after {len(self.steps)} steps")
             found = [each for each in self._differing(step, self.steps[index]) if each not in self.unsteady]
@@ -122,8 +130,10 @@ class Reference:
                 return Difference(index + 1, found[0], self._detail(found[0], step, index))
         return None
 
-    @staticmethod
-    def _differing(step: Line, expected: Line) -> list[str]:
+    def _random(self, step: Line) -> dict[str, str]:
+        return {name: value for name, value in (step["random"] or {}).items() if name not in self.unsteady}
+
+    def _differing(self, step: Line, expected: Line) -> list[str]:
         found = [name for name in ("settings", "scale") if step[name] != expected[name]]
         ours, theirs = step["inputs"], expected["inputs"]
         if len(ours) != len(theirs):
@@ -135,7 +145,7 @@ class Reference:
         # Equal losses of a resumed run and NaN: as text.
         follows = repr(step["losses"]) != repr(expected["losses"])
         follows |= any(step["after"][name] != expected["after"][name] for name in ("weights", "buffers", "optimizer"))
-        if follows and step["random"] != expected["random"]:
+        if follows and self._random(step) != self._random(expected):
             found.insert(found.index("inputs") if "inputs" in found else len(found), "random")
         found += ["losses"] if repr(step["losses"]) != repr(expected["losses"]) else []
         found += [
@@ -155,12 +165,14 @@ class Reference:
         if what == "losses":
             return f"{_WORDS[what]}: {step[what]} instead of {expected[what]}"
         if what == "random":
-            names = [name for name, value in step[what].items() if expected[what].get(name) != value]
+            names = [name for name, value in self._random(step).items() if expected[what].get(name) != value]
             return f"the random state of {' and '.join(names)} differs"
         if what == "batch":
             seen = next((at for batch in _batches(step) for at in self.batches.get(batch, ())), None)
             known = "one that the undisturbed run never saw" if seen is None else f"that of step {seen + 1}"
             return f"{_WORDS[what]}: {known}"
+        if what == "inputs":
+            return f"{_WORDS[what]}{', from the same batch of the loader' if step[what][0][0] else ''}"
         return f"{_WORDS[what]} after it, although all that was seen before is the same"
 
     def saved_difference(self, segments: Sequence[Segment]) -> Difference | None:
@@ -200,15 +212,26 @@ def _is_random(key: str) -> bool:
 
 
 def state_before(steps: Sequence[Line], index: int) -> Line:
-    """Return the digests of the state before a step: after the newest one of the same optimizer, else as it began."""
-    if index == 0:
-        return steps[0]["before"] or {}
-    if index < len(steps):
-        which = steps[index]["which"]
-        if steps[index]["before"]:
-            return dict(steps[index]["before"])
-        return next((each["after"] for each in reversed(steps[:index]) if each["which"] == which), {})
-    return dict(steps[-1]["after"])
+    """Return the digests of the state before a step: of its optimizer, and of the weights that it holds.
+
+    Other optimizers may hold the same weights, and have stepped since. At the end: those after the last step.
+    """
+    step = steps[min(index, len(steps) - 1)]
+    if index < len(steps) and step["before"]:
+        return dict(step["before"])
+    before = steps[:index]
+    own: Line = next((each["after"] for each in reversed(before) if each["which"] == step["which"]), {})
+    newest: Line = next(
+        (each["after"] for each in reversed(before) if each["after"]["holds"] == step["after"]["holds"]), {}
+    )
+    return {**newest, "optimizer": own.get("optimizer")}
+
+
+def _is_rest(step: Line, expected: Line) -> bool:
+    """Return whether a step was begun before the attempt, with batches that left nothing: those of skipped steps."""
+    ours, theirs = step["inputs"], expected["inputs"]
+    same = all(step["after"][name] == expected["after"][name] for name in ("weights", "buffers", "optimizer"))
+    return same and 0 < len(ours) < len(theirs) and ours == theirs[-len(ours) :]
 
 
 def _batches(step: Line) -> list[str]:
@@ -218,11 +241,8 @@ def _batches(step: Line) -> list[str]:
 def unsteady_fields(first: Segment, second: Segment) -> tuple[Difference | None, set[str], set[str]]:
     """Compare two undisturbed runs: their first difference, fields and saved entries that cannot be compared."""
     reference = Reference(first)
-    fields = (
-        {"random"}
-        if any(a["random"] != b["random"] for a, b in zip(first.steps, second.steps, strict=False))
-        else set()
-    )
+    pairs = [(one["random"] or {}, two["random"] or {}) for one, two in zip(first.steps, second.steps, strict=False)]
+    fields = {name for one, two in pairs for name in one if one[name] != two.get(name)}
     reference.unsteady = fields
     place, other = reference.place_of(second, 0)
     difference = other or (Difference(1, "weights", "the weights before it differ") if place else None)
@@ -248,7 +268,8 @@ def compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
         difference = other or reference.first_difference(segment, place)
         if difference is not None:
             found.differences.append(difference)
-        kept = [*kept[:place], *segment.steps]
+        whole = place < len(reference.steps) and _is_rest(segment.steps[0], reference.steps[place])
+        kept = [*kept[:place], reference.steps[place] if whole else segment.steps[0], *segment.steps[1:]]
     total, wanted = len(kept), len(reference.steps)
     if not found.differences and total != wanted:
         found.differences.append(

@@ -27,16 +27,16 @@ class Injector:
     is done; ``rank`` to whom.
     """
 
-    def __init__(self, folder: Path, rank: int, write: Callable[..., None]) -> None:
+    def __init__(self, folder: Path, write: Callable[..., None]) -> None:
         self._folder, self._write = folder, write
         self.plan: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             self.plan = json.loads((folder / PLAN_FILE).read_bytes())
-        self._at = self.plan.get("at") if rank == self.plan.get("rank", 0) else None
+        self._at = self.plan.get("at")
         self._cut = False
 
     def _is_now(self, at: str, count: int) -> bool:
-        if at != self._at or count < self.plan["count"]:
+        if at != self._at or count < self.plan["count"] or own_rank() != self.plan.get("rank", 0):
             return False
         self._at = None
         with suppress(FileExistsError):  # once in all processes: a launcher may start others in place of a dead one
@@ -98,6 +98,11 @@ class Injector:
         """Ask for more memory than there is: the error is the allocator's own, and comes out of `backward`."""
         torch: Any = sys.modules["torch"]
         torch.empty(1 << 60, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
+
+
+def own_rank() -> int:
+    """Return the rank of this process, 0 where there are no ranks; a launcher may set it after a fork."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def with_nan(torch: Any, batch: Any) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.chaos.digests import Digests
-from holdfast.chaos.injecting import Injector
+from holdfast.chaos.injecting import Injector, own_rank
 from holdfast.core.importing import ImportWatch
 
 _SAVERS = {
@@ -46,8 +46,7 @@ class Inside:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._rank = int(os.environ.get("RANK", "0") or 0)
-        self.fault = Injector(folder, self._rank, self.write)
+        self.fault = Injector(folder, self.write)
         self._roots = tuple(self.fault.plan.get("inside", ()))
         self._begin()
         self._watch = ImportWatch(self.failed)
@@ -67,6 +66,7 @@ class Inside:
         self._before: dict[str, Any] | None = None
         self._after: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._backwards = self._depth = 0
+        self._first: dict[int, str] = {}
         self._scale: float | None = None
         self._busy = False
 
@@ -77,7 +77,7 @@ class Inside:
         if self._file is None:
             name = f"{time.time_ns()}-{os.getpid()}.jsonl"
             self._file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self.write("start", rank=self._rank, ranks=int(os.environ.get("WORLD_SIZE", "1") or 1))
+            self.write("start", rank=own_rank(), ranks=int(os.environ.get("WORLD_SIZE", "1")))
         line = {"kind": kind, "step": self.steps, "seconds": time.time(), **facts}
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
@@ -172,6 +172,8 @@ class Inside:
         if not (module.training and self._torch.is_grad_enabled()) or self._torch.compiler.is_dynamo_compiling():
             return None
         args, kwargs = self.fault.batch(self._torch, (args, kwargs), self.steps, "forward")
+        if id(module) not in self._first:
+            self._first[id(module)] = self._noted(self._buffers, module)
         self._noted(self._enters, (args, kwargs))
         return args, kwargs
 
@@ -205,10 +207,13 @@ class Inside:
         self._scale = self._noted(scaler.get_scale)
         return original(scaler, *args, **kwargs)
 
-    def _state(self, optimizer: Any) -> dict[str, Any]:
+    def _buffers(self, root: Any) -> str:
+        return self._digests.tensors(root.named_buffers())
+
+    def _state(self, optimizer: Any, first: dict[int, str] | None = None) -> dict[str, Any]:
+        """Return digests of what an optimizer trains; `first` are those of buffers before anything was computed."""
         roots = self._held(optimizer)
         parameters = [(f"{n}.{name}", p) for n, root in enumerate(roots) for name, p in root.named_parameters()]
-        buffers = [(f"{n}.{name}", b) for n, root in enumerate(roots) for name, b in root.named_buffers()]
         if not roots:
             parameters = [(f"{n:04}", p) for group in optimizer.param_groups for n, p in enumerate(group["params"])]
         numbers: list[float] = []
@@ -217,9 +222,10 @@ class Inside:
             numbers += local.reshape(-1)[:_SEEN_NUMBERS].double().tolist()
         return {
             "weights": self._digests.tensors(parameters),
-            "buffers": self._digests.tensors(buffers),
+            "buffers": [self._buffers(root) if first is None else first.get(id(root)) for root in roots],
             "optimizer": self._digests.optimizer(optimizer),
             "numbers": numbers,
+            "holds": " ".join(type(root).__name__ for root in roots) + str(len(parameters)),
         }
 
     def _held(self, optimizer: Any) -> list[Any]:
@@ -244,7 +250,7 @@ class Inside:
             return
         known = self._after.get(id(optimizer))
         self.fault.meet("before", self.steps)
-        self._before = None if known and known[1] else self._state(optimizer)
+        self._before = None if known and known[1] else self._state(optimizer, self._first)
         groups = optimizer.param_groups
         self._hyper = [[repr(group[name]) for name in _SETTINGS if name in group] for group in groups]
 

@@ -43,9 +43,9 @@ class Fault:
 class Row:
     """What one trial has shown.
 
-    `result` is ``exact``, ``differs``, ``changed`` (as a fault in the data must), ``broken`` (NaN at the end), ``lost``
-    (it does not survive), ``hangs``, ``older`` (saved work is done again), ``survives`` (two undisturbed runs differ,
-    too), ``not met`` (the fault did not happen) or ``not run``.
+    `result` is ``exact``, ``differs``, ``changed`` (as a fault in the data must), ``broken`` (NaN at the end),
+    ``lost`` (it does not survive), ``hangs``, ``older`` (saved work is done again), ``survives`` (two undisturbed
+    runs differ, too), ``not met`` (the fault did not happen) or ``not run``.
     """
 
     kind: str
@@ -367,3 +367,31 @@ def _flip(path: Path, chance: random.Random) -> None:
 def _cut(path: Path, _: random.Random) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
+
+
+def check_survives(
+    command: Sequence[str], *, cwd: Path | None = None, writes: Sequence[Path] = (), only: Sequence[str] = (),
+    seed: int = 0, budget_seconds: float = 600.0,
+) -> Report:  # fmt: skip
+    """Check that a training survives faults and is the same training afterwards: for tests of your own.
+
+    Args:
+        command: What trains, such as ``[sys.executable, "train.py"]``.
+        cwd: Where it is started; None: here. It is copied, and nothing in it is changed.
+        writes: As `Campaign` takes it.
+        only: Kinds of faults, of `KINDS`; none: all.
+        seed: Decides the steps of the faults.
+        budget_seconds: After which no trial is begun.
+
+    Raises:
+        AssertionError: naming each fault after which it does not, and the first step that differs.
+        PolicyError: H729, H730 if it cannot be put to the test.
+    """
+    origin = Path.cwd() if cwd is None else cwd
+    report = Campaign(
+        command, origin=origin, writes=writes, only=only, seed=seed, budget_seconds=budget_seconds
+    ).run()  # fmt: skip
+    if not report.passed:
+        failed = [f"{row.fault}: {row.result}: {row.detail}" for row in report.rows if not row.passed]
+        raise AssertionError("\n".join(failed))
+    return report

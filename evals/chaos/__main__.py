@@ -1,0 +1,149 @@
+"""Little trainings with one planted loss of exactness, and exact ones: what `holdfast chaos` says of each.
+
+How: each program of ``programs`` runs with one mistake, or with none, in the campaign of `holdfast chaos`, with the
+kinds of faults that stand beside it. *Found* is a mistake if any trial says that the training is another one, lost
+work or does not survive; *named* if what differs first is what was planted. *Invented* is anything said of an exact
+program. The programs are forked from a process that has torch loaded; observer and faults are those of the command.
+
+    python -m evals.chaos [--quick] [--only WORD]
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.results_file import Result, read_options
+from tests.prepared import Prepared
+
+from holdfast.chaos import trials
+from holdfast.chaos.trying import Campaign, Report
+
+_PROGRAMS = Path(__file__).parent / "programs"
+_USUAL = ("kill", "term", "first", "save", "eval")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A program, its mistake (empty, or after a `+`: none), what names it, and the faults that can show it."""
+
+    program: str
+    what: str
+    names: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ("kill",)
+
+    @property
+    def planted(self) -> bool:
+        """Whether there is a mistake."""
+        return bool(self.names)
+
+
+CASES = (
+    Case("classifier", "data order not restored", ("batch",)),
+    Case("classifier", "random state not saved", ("random",)),
+    Case("classifier", "optimizer state dropped", ("optimizer",)),
+    Case("classifier", "momentum reset", ("optimizer",)),
+    Case("classifier", "scheduler off by one", ("settings",)),
+    Case("classifier", "learning rate from the start", ("settings",)),
+    Case("classifier", "BatchNorm buffers dropped", ("buffers",)),
+    Case("classifier", "weights rounded to bf16", ("weights",)),
+    Case("classifier", "position off by one", ("batch",)),
+    Case("classifier", "epoch repeated", ("batch",)),
+    Case("classifier", "rest of the epoch dropped", ("batch",)),
+    Case("classifier", "last batch dropped", ("batch", "end")),
+    Case("classifier", "shuffled anew", ("batch",)),
+    Case("classifier", "older checkpoint", ("older",)),
+    Case("classifier", "best instead of last", ("older",)),
+    Case("classifier", "written in place", ("lost",), ("save",)),
+    Case("language", "numpy state not saved", ("random", "inputs")),
+    Case("language", "python state not saved", ("random", "inputs")),
+    Case("language", "EMA not saved", ("saved",)),
+    Case("language", "step counter off by one", ("settings", "end", "saved")),
+    Case("language", "Adam's step count reset", ("optimizer",)),
+    Case("language", "weight decay lost", ("settings",)),
+    Case("language", "warm-up restarts", ("settings",)),
+    Case("language", "partial accumulation lost", ("parts", "random")),
+    Case("language", "saved within an accumulation", ("parts", "random", "inputs")),
+    Case("augmented", "worker seeds", ("batch",)),
+    Case("augmented", "sampler not re-seeded", ("batch",)),
+    Case("augmented", "no timeout", ("hangs",), ("worker",)),
+    Case("scaled", "GradScaler state dropped", ("scale",)),
+    Case("gan", "one of two optimizers dropped", ("optimizer",)),
+    Case("gan", "generator of its own not saved", ("inputs", "losses")),
+    Case("classifier", "", kinds=_USUAL),
+    Case("classifier", "+saves when asked to end", kinds=_USUAL),
+    Case("classifier", "+checked", kinds=("kill", "save", "memory", "disk", "damage")),
+    Case("classifier", "+best beside last", kinds=("kill", "eval")),
+    Case("language", "", kinds=_USUAL),
+    Case("language", "+no weight decay", kinds=("kill", "term", "memory")),
+    Case("language", "+saves in a thread", kinds=("kill", "term", "first")),
+    Case("augmented", "", kinds=("kill", "term", "save")),
+    Case("augmented", "+timeout", kinds=("worker",)),
+    Case("scaled", "", kinds=_USUAL),
+    Case("gan", "", kinds=("kill", "term", "first")),
+)
+
+
+def start(command: list[str], **given: Any) -> Prepared:
+    """Start what the bench starts, forked from a process that has torch loaded."""
+    return Prepared(command[7:], **given)  # without Python, -I -S, child_start, our pid, the program, ``python``
+
+
+def tried(case: Case, seed: int) -> Report:
+    """Put one program to the test."""
+    command = [sys.executable, str(_PROGRAMS / f"{case.program}.py"), *([case.what] if case.what else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        return Campaign(command, origin=Path(folder), only=case.kinds, seed=seed, restarts=2).run()
+
+
+def answers(report: Report) -> list[tuple[str, str]]:
+    """Return of each trial that did not pass what differs first, or how it ended, and the sentence."""
+    failed = [row for row in report.rows if not row.passed]
+    return [
+        (row.comparison["differences"][0]["what"] if row.result in ("differs", "older") else row.result, row.detail)
+        for row in failed
+    ]
+
+
+def main() -> None:
+    only = sys.argv.pop(sys.argv.index("--only") + 1) if "--only" in sys.argv else ""
+    sys.argv = [each for each in sys.argv if each != "--only"]
+    options = read_options("chaos", __doc__ or "")
+    trials.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+        Popen=start, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    cases = [each for each in CASES if only in f"{each.program} {each.what}"][:: 6 if options.quick else 1]
+    result = Result(options=options, parameters={"seed": 1, "cases": len(cases)})
+    found = named = invented = met = 0
+    for case in cases:
+        began = time.monotonic()
+        report = tried(case, seed=1)
+        said = answers(report)
+        found += case.planted and bool(said)
+        named += any(what in case.names for what, _ in said)
+        invented += not case.planted and bool(said)
+        met += sum(row.result not in ("not met", "not run") for row in report.rows)
+        title = f"{case.program}: {case.what or 'exact'}"
+        result.samples[title] = {row.fault: f"{row.result}: {row.detail}" for row in report.rows}
+        good = any(what in case.names for what, _ in said) if case.planted else not said
+        print(
+            f"{'  ' if good else '! '}{title}: {said[:1] or 'nothing'} ({time.monotonic() - began:.0f} s)", flush=True
+        )
+        if not good:
+            print("    ", said, [(row.fault, row.result) for row in report.rows], report.unsteady)
+    planted = sum(case.planted for case in cases)
+    result.add_count("planted losses that were found", found, planted, expected=planted)
+    result.add_count("of these, those named by what was planted", named, planted, expected=planted)
+    result.add_count("exact programs of which something was said", invented, len(cases) - planted, expected=0)
+    result.add_count("trials in which the fault happened", met, met)
+    result.write()
+
+
+if __name__ == "__main__":
+    main()
