@@ -103,7 +103,7 @@ def test_of_a_training_that_resumes_exactly_nothing_is_said(origin):
         ("classifier", "epoch repeated", "term", "differs", "the loader gives another batch: that of step"),
         ("classifier", "written in place", "save", "lost", "exit code 1"),
         ("classifier", "older checkpoint", "kill", "older", "was saved"),
-        ("language", "EMA not saved", "term", "differs", "what is saved last in average.pt differs in"),
+        ("language", "EMA not saved", "term", "differs", "the last save into average.pt differs in"),
         ("language", "numpy state not saved", "term", "differs", "the random state of numpy differs"),
         ("classifier", "", "nan", "broken", "NaN"),
     ],

@@ -83,14 +83,8 @@ class Digests:
 
     def optimizer(self, optimizer: Any) -> str:
         """Return the digest of the state of an optimizer, parameter by parameter."""
-        found = hashlib.blake2b(digest_size=8)
-        for group in optimizer.param_groups:
-            for number, parameter in enumerate(group["params"]):
-                state = optimizer.state.get(parameter)
-                if state:
-                    found.update(b"%d" % number)
-                    self._add(found, state, 0)
-        return found.hexdigest()
+        groups = optimizer.param_groups
+        return self.tree([optimizer.state.get(parameter) or {} for group in groups for parameter in group["params"]])
 
     def random_state(self) -> dict[str, str]:
         """Return digests of the random states of torch, Python and numpy."""
@@ -123,11 +117,6 @@ class Digests:
         modules = [each for each in gc.get_objects() if issubclass(type(each), module)]
         inner = {id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()}
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        held = [
-            each
-            for each in modules
-            if id(each) not in inner
-            and "_parameters" in each.__dict__
-            and any(id(parameter) in wanted for parameter in each.parameters())
-        ]
+        roots = [each for each in modules if id(each) not in inner and "_parameters" in each.__dict__]
+        held = [each for each in roots if any(id(parameter) in wanted for parameter in each.parameters())]
         return sorted(held, key=lambda each: (type(each).__name__, [name for name, _ in each.named_parameters()]))

@@ -15,8 +15,7 @@ from typing import Any
 
 PLAN_FILE = "plan.json"
 COMMAND_FILE = "command.pid"
-_MET_FILE = "met"
-_STOPPED_SECONDS = 3600.0
+MET_FILE = "met"
 
 
 class Injector:
@@ -40,7 +39,7 @@ class Injector:
             return False
         self._at = None
         with suppress(FileExistsError):  # once in all processes: a launcher may start others in place of a dead one
-            os.close(os.open(self._folder / _MET_FILE, os.O_CREAT | os.O_EXCL, 0o600))
+            os.close(os.open(self._folder / MET_FILE, os.O_CREAT | os.O_EXCL, 0o600))
             self._write("fault", act=self.plan["act"])
             return True
         return False
@@ -52,14 +51,12 @@ class Injector:
 
     def batch(self, torch: Any, batch: Any, steps: int, at: str) -> Any:
         """Return a batch, with a NaN in it if that is the fault; a fault of workers is carried out."""
-        if at != self._at or (self.plan["act"].startswith("worker") and not self.workers()):
+        if at != self._at or (self.plan["act"] != "nan" and not self.workers()) or not self._is_now(at, steps):
             return batch
-        if not self._is_now(at, steps):
-            return batch
-        if self.plan["act"] != "nan":
-            os.kill(self.workers()[0], signal.SIGKILL if self.plan["act"] == "worker killed" else signal.SIGSTOP)
-            return batch
-        return with_nan(torch, batch)
+        if self.plan["act"] == "nan":
+            return with_nan(torch, batch, [False])
+        os.kill(self.workers()[0], signal.SIGKILL if self.plan["act"] == "worker killed" else signal.SIGSTOP)
+        return batch
 
     def workers(self) -> list[int]:
         """Return the pids of the children that load."""
@@ -68,15 +65,13 @@ class Injector:
         return sorted(each.pid for each in active_children() if each.pid is not None)
 
     def save_ends(self) -> None:
-        """Take back what was only for the time of a save: one that was too short to be cut dies at its end."""
+        """End this process after a save that was to be cut and was too short for it."""
         if self._cut:
-            self._kill()
+            self._signal(signal.SIGKILL)
 
-    def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    @staticmethod
+    def _signal(number: int) -> None:
+        os.kill(os.getpid(), number)
 
     def _terminate(self) -> None:
         """As schedulers do: the command is asked, and whoever it asks."""
@@ -105,38 +100,28 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def with_nan(torch: Any, batch: Any) -> Any:
+def with_nan(torch: Any, value: Any, done: list[bool]) -> Any:
     """Return a batch like this one, with a NaN at the first place of its first tensor of floating-point numbers."""
-    done = False
-
-    def change(value: Any) -> Any:
-        nonlocal done
-        if done:
-            return value
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
-            done = True
-            value = value.clone()
-            value.view(-1)[0] = float("nan")
-        elif isinstance(value, dict):
-            return {key: change(each) for key, each in value.items()}
-        elif isinstance(value, Mapping) and hasattr(value, "copy"):
-            other: Any = value.copy()
-            for key in value:
-                other[key] = change(value[key])
-            return other
-        elif isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(change, value))
-        elif type(value) in (list, tuple):
-            return type(value)(map(change, value))
-        return value
-
-    return change(batch)
+    if not done[0] and isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+        done[0] = True
+        value = value.detach().clone()
+        value.view(-1)[0] = float("nan")
+    elif isinstance(value, Mapping) and hasattr(value, "copy"):
+        other: Any = value.copy()
+        for key in value:
+            other[key] = with_nan(torch, value[key], done)
+        return other
+    elif type(value) in (list, tuple):
+        return type(value)(with_nan(torch, each, done) for each in value)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(with_nan(torch, each, done) for each in value))
+    return value
 
 
 _ACTS: dict[str, Callable[[Injector], None]] = {
-    "SIGKILL": Injector._kill,
+    "SIGKILL": lambda injector: injector._signal(signal.SIGKILL),
+    "SIGSTOP": lambda injector: injector._signal(signal.SIGSTOP),
     "SIGTERM": Injector._terminate,
-    "SIGSTOP": Injector._stop,
     "memory": Injector._use_up_memory,
     "disk": Injector._limit_files,
     "cut write": Injector._cut_write,

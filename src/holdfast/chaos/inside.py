@@ -46,8 +46,9 @@ class Inside:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._torch: Any = None
         self.fault = Injector(folder, self.write)
-        self._roots = tuple(self.fault.plan.get("inside", ()))
+        self._roots = (str(folder), *self.fault.plan.get("inside", ()))
         self._begin()
         self._watch = ImportWatch(self.failed)
         self._watch.when_imported("torch", self._on_torch)
@@ -56,27 +57,29 @@ class Inside:
 
     def _begin(self) -> None:
         self._file: int | None = None
-        self.steps = self._saves = self._evaluations = 0
-        self._seen: set[str] = set()
+        self.steps = self._saves = self._evaluations = self._backwards = 0
+        self._in_backward = self._saving = self._has_workers = False
         self._written: set[str] = set()
         self._loaded: str | None = None
-        self._inputs: list[tuple[str | None, str | None]] = []
-        self._losses: list[Any] = []
-        self._random: dict[str, str] | None = None
-        self._before: dict[str, Any] | None = None
-        self._after: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._backwards = self._depth = 0
-        self._first: dict[int, str] = {}
         self._scale: float | None = None
-        self._busy = False
+        self._first: dict[int, str] = {}  # digests of buffers before the first forward, by module
+        self._held: dict[int, list[Any]] = {}  # by optimizer, weak references
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._batches: list[str | None] = []
+        self._inputs: list[str | None] = []
+        self._losses: list[str] = []
+        self._random: dict[str, str] | None = None
+        self._backwards = 0
 
     # --- the trace ------------------------------------------------------------------------------------------------
 
     def write(self, kind: str, **facts: Any) -> None:
         """Add a line to the trace of this process."""
         if self._file is None:
-            name = f"{time.time_ns()}-{os.getpid()}.jsonl"
-            self._file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            path = self._folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             self.write("start", rank=own_rank(), ranks=int(os.environ.get("WORLD_SIZE", "1")))
         line = {"kind": kind, "step": self.steps, "seconds": time.time(), **facts}
         os.write(self._file, json.dumps(line).encode() + b"\n")
@@ -86,21 +89,23 @@ class Inside:
         with suppress(OSError), (self._folder / "failed.txt").open("a") as file:
             file.writelines(traceback.format_exception(error))
 
+    def _noted(self, act: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return act(*args)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            return self.failed(error)
+
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or (self._file is None and "torch" not in sys.modules):
-            return
-        path, _, flags = arguments
-        if self._busy or not (isinstance(flags, int) and flags & _WRITES) or not isinstance(path, (str, bytes)):
-            return
-        with suppress(OSError, ValueError):
-            self._wrote(os.path.realpath(os.fsdecode(path)))
+        if event == "open" and self._torch is not None:
+            path, _, flags = arguments
+            if isinstance(path, (str, bytes)) and isinstance(flags, int) and flags & _WRITES:
+                self._noted(self._wrote, os.fsdecode(path))
 
     def _wrote(self, path: str) -> None:
-        self._busy = True
-        if path not in self._written and not path.startswith((*self._roots, str(self._folder))):
+        path = os.path.realpath(path)
+        if path not in self._written and not path.startswith(self._roots):
             self._written.add(path)
             self.write("outside", path=path)
-        self._busy = False
 
     # --- hooks in torch -------------------------------------------------------------------------------------------
 
@@ -112,9 +117,7 @@ class Inside:
             "torch.autograd": lambda module: self._wrap(module, "backward", self._backward),
             "torch.amp.grad_scaler": lambda module: self._wrap(module.GradScaler, "step", self._scaler_step),
             "torch.nn.modules.module": lambda module: self._wrap(module.Module, "eval", self._eval),
-            "torch.utils.data.dataloader": lambda module: self._wrap(
-                module._BaseDataLoaderIter, "__next__", self._next
-            ),
+            "torch.utils.data.dataloader": lambda mod: self._wrap(mod._BaseDataLoaderIter, "__next__", self._next),
             "holdfast.loader.loader": lambda module: self._wrap(module.Epoch, "__next__", self._next),
             **{name: partial(self._on_saver, function) for name, function in _SAVERS.items()},
         }
@@ -122,22 +125,13 @@ class Inside:
             self._watch.when_imported(name, act)
 
     def _wrap(self, owner: Any, name: str, act: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
+        original, is_compiling = getattr(owner, name), self._torch.compiler.is_dynamo_compiling
 
         @wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._torch.compiler.is_dynamo_compiling():
-                return original(*args, **kwargs)
-            return act(original, *args, **kwargs)
+            return original(*args, **kwargs) if is_compiling() else act(original, *args, **kwargs)
 
         setattr(owner, name, wrapped)
-
-    def _noted(self, act: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return act(*args)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
-            self.failed(error)
-            return None
 
     def _on_saver(self, function: str, module: Any) -> None:
         self._wrap(module, function, self._save)
@@ -163,78 +157,70 @@ class Inside:
         if self._torch.is_grad_enabled():
             batch = self.fault.batch(self._torch, batch, self.steps, "loader")
             self._loaded = self._noted(self._digests.tree, batch)
-            if self.steps and not self._seen & {"workers"} and self.fault.workers():
-                self._seen.add("workers")
+            if self.steps and not self._has_workers and self.fault.workers():
+                self._has_workers = True
                 self.write("workers")
         return batch
 
     def _forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if not (module.training and self._torch.is_grad_enabled()) or self._torch.compiler.is_dynamo_compiling():
+        torch = self._torch
+        if not (module.training and torch.is_grad_enabled()) or torch.compiler.is_dynamo_compiling():
             return None
-        args, kwargs = self.fault.batch(self._torch, (args, kwargs), self.steps, "forward")
-        if id(module) not in self._first:
-            self._first[id(module)] = self._noted(self._buffers, module)
-        self._noted(self._enters, (args, kwargs))
+        args, kwargs = self.fault.batch(torch, (args, kwargs), self.steps, "forward")
+        self._noted(self._enters, module, (args, kwargs))
         return args, kwargs
 
-    def _enters(self, inputs: Any) -> None:
-        if self._random is None:
-            self._random = self._digests.random_state()
-        self._inputs.append((self._loaded, self._digests.tree(inputs)))
+    def _enters(self, module: Any, inputs: Any) -> None:
+        if id(module) not in self._first:
+            self._first[id(module)] = self._digests.tensors(module.named_buffers())
+        self._random = self._random or self._digests.random_state()
+        self._batches.append(self._loaded)
+        self._inputs.append(self._digests.tree(inputs))
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._depth:
+        if self._in_backward:
             return original(*args, **kwargs)
         self._noted(self._backward_begins, args[0] if args else kwargs.get("tensors"))
         self.fault.meet("backward", self.steps)
-        self._depth += 1
+        self._in_backward = True
         try:
             return original(*args, **kwargs)
         finally:
-            self._depth -= 1
+            self._in_backward = False
 
     def _backward_begins(self, root: Any) -> None:
         root = root[0] if isinstance(root, (tuple, list)) and root else root
         self._backwards += 1
-        if self._random is None:
-            self._random = self._digests.random_state()
-        if not self._inputs and self._loaded is not None:
-            self._inputs.append((self._loaded, None))
-        if isinstance(root, self._torch.Tensor) and root.numel() == 1:
-            self._losses.append(root.item())
+        self._random = self._random or self._digests.random_state()
+        if not self._batches:
+            self._batches.append(self._loaded)
+            self._inputs.append(None)
+        if getattr(root, "numel", lambda: 0)() == 1:
+            self._losses.append(repr(root.item()))
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         self._scale = self._noted(scaler.get_scale)
         return original(scaler, *args, **kwargs)
 
-    def _buffers(self, root: Any) -> str:
-        return self._digests.tensors(root.named_buffers())
-
     def _state(self, optimizer: Any, first: dict[int, str] | None = None) -> dict[str, Any]:
         """Return digests of what an optimizer trains; `first` are those of buffers before anything was computed."""
-        roots = self._held(optimizer)
-        parameters = [(f"{n}.{name}", p) for n, root in enumerate(roots) for name, p in root.named_parameters()]
-        if not roots:
-            parameters = [(f"{n:04}", p) for group in optimizer.param_groups for n, p in enumerate(group["params"])]
-        numbers: list[float] = []
-        for _, parameter in parameters[:8]:
-            local = getattr(parameter, "_local_tensor", parameter).detach()
-            numbers += local.reshape(-1)[:_SEEN_NUMBERS].double().tolist()
-        return {
-            "weights": self._digests.tensors(parameters),
-            "buffers": [self._buffers(root) if first is None else first.get(id(root)) for root in roots],
-            "optimizer": self._digests.optimizer(optimizer),
-            "numbers": numbers,
-            "holds": " ".join(type(root).__name__ for root in roots) + str(len(parameters)),
-        }
-
-    def _held(self, optimizer: Any) -> list[Any]:
-        found = self._after.get(id(optimizer))
-        roots: list[Any] = [root() for root in found[0]] if found else [None]
-        if any(root is None for root in roots):
+        roots = [root() for root in self._held.get(id(optimizer), [lambda: None])]
+        if None in roots:
             roots = self._digests.roots(optimizer)
-            self._after[id(optimizer)] = ([weakref.ref(root) for root in roots], {})
-        return roots
+            self._held[id(optimizer)] = [weakref.ref(root) for root in roots]
+        named = [(f"{number}.{name}", p) for number, root in enumerate(roots) for name, p in root.named_parameters()]
+        named = named or [(f"{at:04}", p) for group in optimizer.param_groups for at, p in enumerate(group["params"])]
+        some = [getattr(p, "_local_tensor", p).detach().reshape(-1)[:_SEEN_NUMBERS] for _, p in named[:8]]
+        buffers = [
+            self._digests.tensors(root.named_buffers()) if first is None else first.get(id(root)) for root in roots
+        ]
+        return {
+            "weights": self._digests.tensors(named),
+            "buffers": buffers,
+            "optimizer": self._digests.optimizer(optimizer),
+            "numbers": [number for each in some for number in each.double().tolist()],
+            "holds": f"{[type(root).__name__ for root in roots]} {len(named)}",
+        }
 
     def _is_for_state(self, optimizer: Any) -> bool:
         """Return whether this step only makes the state of its optimizer, as some do before they load one."""
@@ -248,57 +234,52 @@ class Inside:
         self._skips = self._is_for_state(optimizer)
         if self._skips:
             return
-        known = self._after.get(id(optimizer))
         self.fault.meet("before", self.steps)
-        self._before = None if known and known[1] else self._state(optimizer, self._first)
+        self._before = None if id(optimizer) in self._held else self._state(optimizer, self._first)
         groups = optimizer.param_groups
-        self._hyper = [[repr(group[name]) for name in _SETTINGS if name in group] for group in groups]
+        self._hyper = "; ".join(" ".join(f"{n}={g[n]}" for n in _SETTINGS if n in g) for g in groups)
 
     def _step_ends(self, optimizer: Any) -> None:
         if self._skips:
             return
-        after = self._state(optimizer)
-        self._after[id(optimizer)] = (self._after[id(optimizer)][0], after)
         self.steps += 1
         self.write(
-            "step", before=self._before, after=after, settings=self._hyper, scale=self._scale, inputs=self._inputs,
-            losses=self._losses, random=self._random, which=list(self._after).index(id(optimizer)),
+            "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(self._inputs),
+            batch=self._batches, random=self._random or {}, inputs=self._inputs, losses=self._losses,
+            which=list(self._held).index(id(optimizer)), **self._state(optimizer),
         )  # fmt: skip
-        self._inputs, self._losses, self._random, self._backwards = [], [], None, 0
+        self._begin_step()
         self.fault.meet("after", self.steps)
 
     # --- saving, evaluating ---------------------------------------------------------------------------------------
 
     def _eval(self, original: Callable[..., Any], module: Any) -> Any:
-        result = original(module)
         if self.steps:
             self._evaluations += 1
-            self._noted(partial(self.write, "eval", number=self._evaluations))
+            self._noted(self.write, "eval")
             self.fault.meet("eval", self._evaluations)
-        return result
+        return original(module)
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if "saving" in self._seen or not self.steps:
+        if self._saving or not self.steps:
             return original(*args, **kwargs)
-        self._seen.add("saving")
+        self._saving = True
         self._saves += 1
         self.fault.meet("save begins", self._saves)
-        began = time.time()
         try:
             result = original(*args, **kwargs)
         finally:
-            self._seen.discard("saving")
+            self._saving = False
             self.fault.save_ends()
-        self._noted(self._saved, began, args, kwargs)
+        self._noted(self._saved, [*args, *kwargs.values()])
         self.fault.meet("save ends", self._saves)
         return result
 
-    def _saved(self, began: float, args: Any, kwargs: Any) -> None:
-        path = next((each for each in (*args, *kwargs.values()) if isinstance(each, (str, os.PathLike))), None)
-        value = args[0] if args else kwargs.get("obj")
-        entries = {} if isinstance(value, (str, os.PathLike)) else self._digests.saved(value)
-        where = None if path is None else os.path.realpath(path)
-        size = os.stat(where).st_size if where is not None and os.path.isfile(where) else 0  # noqa: PTH113, PTH116
-        self.write("save", number=self._saves, path=where, entries=entries, began=began, bytes=size)
-        if where is not None:
-            self._wrote(where)
+    def _saved(self, given: list[Any]) -> None:
+        paths = [os.fspath(each) for each in given if isinstance(each, (str, os.PathLike))]
+        path = os.path.realpath(paths[0]) if paths else None
+        entries = {} if isinstance(given[0], (str, os.PathLike)) else self._digests.saved(given[0])
+        size = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
+        self.write("save", path=path, entries=entries, bytes=size)
+        if path is not None:
+            self._wrote(path)

@@ -33,37 +33,28 @@ class Workplace:
     def __init__(self, origin: Path, writes: Sequence[Path]) -> None:
         self.origin = origin.resolve()
         paths = [(self.origin / each).resolve() for each in writes]
-        self.inside = [each for each in paths if each.is_relative_to(self.origin)]
+        self._inside = [each for each in paths if each.is_relative_to(self.origin)]
         self.elsewhere = [each for each in paths if not each.is_relative_to(self.origin)]
-        for each in self.elsewhere:
-            if each.exists():
-                raise PolicyError(
-                    f"{str(each)!r} exists",
-                    limit="what a training writes outside of the working directory is removed between its trials",
-                    fix="let the command write to a path that does not exist yet, or into the working directory.",
-                    rule="H730",
-                )
-        if not writes:
-            self._check_size()
+        self._links = bool(paths)
+        for each in filter(Path.exists, self.elsewhere):
+            raise PolicyError(
+                f"{str(each)!r} exists", rule="H730",
+                limit="what a training writes outside of the working directory is removed between its trials",
+                fix="let the command write to a path that does not exist yet, or into the working directory.",
+            )  # fmt: skip
+        if not writes and sum(path.lstat().st_size for path in _files(self.origin)) > MOST_BYTES:
+            raise PolicyError(
+                f"the working directory {str(self.origin)!r} holds more than {MOST_BYTES >> 20} MiB", rule="H730",
+                limit="each trial runs in a copy of it, so that nothing of yours is changed",
+                fix="name what the training writes, as in `--writes runs/`: then what else is large is linked.",
+            )  # fmt: skip
         self.scratch = Path(tempfile.mkdtemp(prefix="holdfast-chaos-")).resolve()
         self.work, self.temporary = self.scratch / "work", self.scratch / "tmp"
-
-    def _check_size(self) -> None:
-        size = 0
-        for path in _files(self.origin):
-            with suppress(OSError):
-                size += path.stat().st_size
-            if size > MOST_BYTES:
-                raise PolicyError(
-                    f"the working directory {str(self.origin)!r} holds more than {MOST_BYTES >> 20} MiB",
-                    limit="each trial runs in a copy of it, so that nothing of yours is changed",
-                    fix="name what the training writes, as in `--writes runs/`: then all else is linked, not copied.",
-                    rule="H730",
-                )
+        self.tops = (self.work, self.temporary, *self.elsewhere)
 
     def renew(self) -> None:
         """Make everything as it was before the first trial."""
-        for path in (self.work, self.temporary, *self.elsewhere):
+        for path in self.tops:
             _remove(path)
         self.temporary.mkdir()
         self._copy(self.origin, self.work)
@@ -72,32 +63,25 @@ class Workplace:
         target.mkdir()
         for entry in os.scandir(source):
             path = Path(entry.path)
+            written = any(path.is_relative_to(each) for each in self._inside)
+            above = any(each.is_relative_to(path) for each in self._inside)
             if entry.name in _NOT_COPIED or path == self.scratch:
                 continue
-            written = any(path == each or path.is_relative_to(each) for each in self.inside)
-            above = any(each.is_relative_to(path) for each in self.inside)
             if entry.is_dir(follow_symlinks=False) and (written or above or not self._links):
                 self._copy(path, target / entry.name)
-            elif entry.is_symlink() or (self._links and not written and self._is_large(entry)):
-                (target / entry.name).symlink_to(path.resolve())
-            elif entry.is_file(follow_symlinks=False):
+            elif entry.is_file(follow_symlinks=False) and (
+                written or not self._links or entry.stat().st_size <= _LINKED_BYTES
+            ):
                 shutil.copy2(path, target / entry.name)
-
-    @property
-    def _links(self) -> bool:
-        return bool(self.inside or self.elsewhere)
-
-    def _is_large(self, entry: os.DirEntry[str]) -> bool:
-        return entry.is_dir() or entry.stat().st_size > _LINKED_BYTES
+            elif entry.is_dir() or entry.is_file():
+                (target / entry.name).symlink_to(path.resolve())
 
     def files(self) -> dict[Path, tuple[int, int]]:
         """Return size and time of change (ns) of each file that may have been written, temporary ones too."""
         found = {}
-        for top in (self.work, self.temporary, *self.elsewhere):
-            for path in _files(top):
-                with suppress(OSError):
-                    stat = path.lstat()
-                    found[path] = (stat.st_size, stat.st_mtime_ns)
+        for path in (path for top in self.tops for path in _files(top)):
+            with suppress(OSError):
+                found[path] = (path.lstat().st_size, path.lstat().st_mtime_ns)
         return found
 
     def close(self) -> None:

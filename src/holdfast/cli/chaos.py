@@ -95,7 +95,7 @@ def _verdict(report: Report) -> str:
     if report.unsteady is not None and not failed:
         return (
             f"it survives {len(tried)} of {len(tried)} faults. Whether it is the same training cannot be said: two "
-            f"undisturbed runs differ already, first in {report.unsteady.sentence()}"
+            f"undisturbed runs differ already, first in {report.unsteady}"
         )
     if not failed:
         return f"it survives {len(tried)} of {len(tried)} faults, and is the same training after each, bit for bit"
