@@ -10,11 +10,15 @@ program. The programs are forked from a process that has torch loaded; observer 
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +28,10 @@ from tests.prepared import Prepared
 
 from holdfast.chaos import trials
 from holdfast.chaos.trying import Campaign, Report
+from holdfast.chaos.workplace import Workplace
 
 _PROGRAMS = Path(__file__).parent / "programs"
+_SEED = 1
 _USUAL = ("kill", "term", "first", "save", "eval")
 
 
@@ -95,6 +101,13 @@ def start(command: list[str], **given: Any) -> Prepared:
     return Prepared(command[7:], **given)  # without Python, -I -S, child_start, our pid, the program, ``python``
 
 
+def prepare() -> None:
+    """Have the bench of this process start programs so."""
+    trials.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+        Popen=start, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
 def tried(case: Case, seed: int) -> Report:
     """Put one program to the test."""
     command = [sys.executable, str(_PROGRAMS / f"{case.program}.py"), *([case.what] if case.what else [])]
@@ -104,44 +117,72 @@ def tried(case: Case, seed: int) -> Report:
 
 def answers(report: Report) -> list[tuple[str, str]]:
     """Return of each trial that did not pass what differs first, or how it ended, and the sentence."""
-    failed = [row for row in report.rows if not row.passed]
+    failed = [row for row in report.rows if row.tried and not row.passed]
     return [
         (row.comparison["differences"][0]["what"] if row.result in ("differs", "older") else row.result, row.detail)
         for row in failed
     ]
 
 
+def watching_costs(result: Result, pairs: int, steps: int) -> None:
+    """Measure the CPU time of a training that is watched against the same that is not, each from its start."""
+    ratios = []
+    command = [sys.executable, str(_PROGRAMS / "sized.py"), str(steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Workplace(Path(folder), ())
+        place.renew()
+        bench = trials.Bench(sys.executable, command, place, time.monotonic() + 1e6)
+        for _ in range(pairs):
+            before = _cpu_seconds()
+            subprocess.run(command, cwd=place.work, check=True)
+            between = _cpu_seconds()
+            bench.attempt(None)
+            ratios.append((_cpu_seconds() - between) / (between - before))
+        place.close()
+    result.add_samples(
+        "CPU time of a training that is watched, against one that is not", "ratio", ratios, at_most=1.1
+    )
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     only = sys.argv.pop(sys.argv.index("--only") + 1) if "--only" in sys.argv else ""
     sys.argv = [each for each in sys.argv if each != "--only"]
     options = read_options("chaos", __doc__ or "")
-    trials.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
-        Popen=start, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
-    )
     cases = [each for each in CASES if only in f"{each.program} {each.what}"][:: 6 if options.quick else 1]
-    result = Result(options=options, parameters={"seed": 1, "cases": len(cases)})
+    result = Result(options=options, parameters={"seed": _SEED, "cases": len(cases)})
+    if not only:
+        watching_costs(result, 1 if options.quick else 2, 20 if options.quick else 60)
     found = named = invented = met = 0
-    for case in cases:
-        began = time.monotonic()
-        report = tried(case, seed=1)
-        said = answers(report)
-        found += case.planted and bool(said)
-        named += any(what in case.names for what, _ in said)
-        invented += not case.planted and bool(said)
-        met += sum(row.result not in ("not met", "not run") for row in report.rows)
-        title = f"{case.program}: {case.what or 'exact'}"
-        result.samples[title] = {row.fault: f"{row.result}: {row.detail}" for row in report.rows}
-        good = any(what in case.names for what, _ in said) if case.planted else not said
-        print(
-            f"{'  ' if good else '! '}{title}: {said[:1] or 'nothing'} ({time.monotonic() - began:.0f} s)", flush=True
-        )
-        if not good:
-            print("    ", said, [(row.fault, row.result) for row in report.rows], report.unsteady)
+    shares = []
+    with ProcessPoolExecutor(2, get_context("spawn"), initializer=prepare) as pool:
+        for case, report in zip(cases, pool.map(partial(tried, seed=_SEED), cases), strict=True):
+            said = answers(report)
+            right = any(what in case.names for what, _ in said)
+            found += case.planted and bool(said)
+            named += right
+            invented += not case.planted and bool(said)
+            met += sum(row.tried for row in report.rows)
+            shares.append((report.seconds - report.seconds_of_runs) / report.seconds_of_runs)
+            title = f"{case.program}: {case.what or 'exact'}"
+            result.samples[title] = {row.fault: f"{row.result}: {row.detail}" for row in report.rows}
+            print(f"{'  ' if right or not (case.planted or said) else '! '}{title}: {said[:1]}", flush=True)
     planted = sum(case.planted for case in cases)
     result.add_count("planted losses that were found", found, planted, expected=planted)
     result.add_count("of these, those named by what was planted", named, planted, expected=planted)
     result.add_count("exact programs of which something was said", invented, len(cases) - planted, expected=0)
-    result.add_count("trials in which the fault happened", met, met)
+    result.add_count(
+        "trials in which the fault happened",
+        met,
+        sum(len(each) for each in result.samples.values() if isinstance(each, dict)),
+    )
+    result.add_samples(
+        "time of the campaign beside the runs, of a campaign over a tiny program", "share", shares, at_most=0.1
+    )
     result.write()
 
 

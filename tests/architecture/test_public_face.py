@@ -105,6 +105,7 @@ def test_the_commands_and_their_flags() -> None:
     }
     assert flags == {
         "demo": ["--json", "--out", "--seed"],
+        "chaos": ["--budget", "--json", "--only", "--restarts", "--seed", "--writes"],
         "checkpoints": ["--export", "--export-averaged", "--json", "--verify"],
         "explain": ["--attempt", "--json", "--status"],
         "run": [

@@ -17,7 +17,7 @@ from holdfast.chaos.trials import Line, Segment, Trial
 _NEAR = 0.03
 """Relative distance of numbers up to which weights are called rounded: bfloat16 rounds by 0.4 %, fp8 by some %."""
 _SOME = 1e-7
-_STATE = ("weights", "buffers", "optimizer")
+_STATE = ("weights", "buffers")
 _WORDS = {
     "settings": "the learning rate or another setting of the optimizer differs",
     "scale": "the loss scale of the gradient scaler differs",
@@ -27,10 +27,13 @@ _WORDS = {
     "inputs": "the model gets other inputs",
     "losses": "the loss differs",
     "weights": "the weights differ after it, although all that was seen before is the same",
-    "buffers": "the buffers differ, such as statistics of BatchNorm",
-    "optimizer": "the state of the optimizer differs",
+    "buffers": "the buffers differ after it, although all that was seen before is the same",
 }
 """What is compared of a step, in the order of cause and effect."""
+_AT_START = {
+    "buffers": "the buffers, such as statistics of BatchNorm, differ",
+    "optimizer": "the state of the optimizer differs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class Reference:
 
     def __init__(self, segment: Segment, unsteady: Iterable[str] = ()) -> None:
         self.segment, self.steps, self.unsteady = segment, segment.steps, set(unsteady)
-        self._states = [state_before(self.steps, index) for index in range(len(self.steps) + 1)]
+        saved = {line["step"]: line["optimizers"] for line in segment.lines if line["kind"] == "save"}
+        self._states = [state_before(self.steps, at, saved.get(at, [])) for at in range(len(self.steps) + 1)]
 
     def place_of(self, segment: Segment, reached: int) -> tuple[int, Difference | None]:
         """Return after how many steps a segment goes on, and what its weights differ in, if they do."""
@@ -70,7 +74,7 @@ class Reference:
         start = first["before"] or {}
         same = [at for at, state in enumerate(self._states) if state.get("weights") == start.get("weights")]
         if same := [at for at in same if at < count] or same:
-            alike = {at: sum(self._states[at].get(name) == start.get(name) for name in _STATE) for at in same}
+            alike = {at: sum(self._states[at].get(name) == start.get(name) for name in _AT_START) for at in same}
             return max(same, key=lambda at: (alike[at], at <= reached, at)), None
         far, place = min((_distance(state, start), at) for at, state in enumerate(self._states[:count]))
         detail = "the weights at the start are none that the undisturbed run ever had"
@@ -84,11 +88,12 @@ class Reference:
     def first_difference(self, segment: Segment, place: int) -> Difference | None:
         """Return the first step in which a segment that goes on after `place` steps is another one."""
         start, expected = segment.steps[0]["before"] or {}, self._states[place]
-        pairs = zip(start.get("buffers", []), expected.get("buffers", []), strict=False)
-        other = {"buffers": any(all(pair) and pair[0] != pair[1] for pair in pairs)}  # None: not known
-        other["optimizer"] = start.get("optimizer") != expected.get("optimizer")
-        for what in (name for name in other if other[name] and name not in self.unsteady):
-            return Difference(place + 1, what, f"{_WORDS[what]} at the start of the attempt")
+        pairs = [
+            ("buffers", *pair) for pair in zip(start.get("buffers", []), expected.get("buffers", []), strict=False)
+        ]
+        for what, one, two in [*pairs, ("optimizer", start.get("optimizer"), expected.get("optimizer"))]:
+            if one and two and one != two:  # none: not known
+                return Difference(place + 1, what, f"{_AT_START[what]} at the start of the attempt")
         for index, step in enumerate(segment.steps, place):
             if index >= len(self.steps):
                 return Difference(index + 1, "end", f"the undisturbed run had ended after {len(self.steps)} steps")
@@ -156,8 +161,8 @@ def _is_random(key: str) -> bool:
     return any(word in key.lower() for word in ("rng", "random", "generator"))
 
 
-def state_before(steps: Sequence[Line], index: int) -> Line:
-    """Return the digests of the state before a step: of its optimizer, and of the weights that it holds.
+def state_before(steps: Sequence[Line], index: int, saved: Sequence[str | None]) -> Line:
+    """Return the digests of the state before a step: of the weights that it holds, and of its optimizer, if saved.
 
     Other optimizers may hold the same weights, and have stepped since. At the end: those after the last step.
     """
@@ -165,8 +170,7 @@ def state_before(steps: Sequence[Line], index: int) -> Line:
     if index < len(steps) and step["before"]:
         return dict(step["before"])
     newest: Line = next((each for each in reversed(before) if each["holds"] == step["holds"]), {})
-    own: Line = next((each for each in reversed(before) if each["which"] == step["which"]), {})
-    return {**newest, "optimizer": own.get("optimizer")}
+    return {**newest, "optimizer": saved[step["which"]] if len(saved) > step["which"] else None}
 
 
 def _is_rest(step: Line, expected: Line) -> bool:

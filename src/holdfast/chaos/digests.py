@@ -72,9 +72,8 @@ class Digests:
                 if flat.numel() * flat.element_size() <= _SMALL_BYTES:
                     found.update(flat.cpu().view(torch.uint8).numpy().tobytes())
                     return
-                bits = flat.view(
-                    {1: torch.uint8, 2: torch.int16, 8: torch.int64}.get(flat.element_size(), torch.int32)
-                )
+                whole = flat.numel() * flat.element_size() % 8 == flat.data_ptr() % 8 == 0
+                bits = flat.view(torch.uint8).view(torch.int64 if whole else torch.uint8)
                 body = bits.numel() // _PARTS * _PARTS
                 sums = bits[:body].view(_PARTS, -1).sum(1, dtype=torch.int64)
                 found.update(repr((sums.tolist(), bits[body:].tolist())).encode())

@@ -64,6 +64,7 @@ class Inside:
         self._scale: float | None = None
         self._first: dict[int, str] = {}  # digests of buffers before the first forward, by module
         self._held: dict[int, list[Any]] = {}  # by optimizer, weak references
+        self._optimizers: list[Any] = []  # those that have stepped
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -217,7 +218,6 @@ class Inside:
         return {
             "weights": self._digests.tensors(named),
             "buffers": buffers,
-            "optimizer": self._digests.optimizer(optimizer),
             "numbers": [number for each in some for number in each.double().tolist()],
             "holds": f"{[type(root).__name__ for root in roots]} {len(named)}",
         }
@@ -235,7 +235,10 @@ class Inside:
         if self._skips:
             return
         self.fault.meet("before", self.steps)
-        self._before = None if id(optimizer) in self._held else self._state(optimizer, self._first)
+        self._before = None
+        if id(optimizer) not in self._held:
+            self._before = {**self._state(optimizer, self._first), "optimizer": self._digests.optimizer(optimizer)}
+            self._optimizers.append(weakref.ref(optimizer))
         groups = optimizer.param_groups
         self._hyper = "; ".join(" ".join(f"{n}={g[n]}" for n in _SETTINGS if n in g) for g in groups)
 
@@ -280,6 +283,7 @@ class Inside:
         path = os.path.realpath(paths[0]) if paths else None
         entries = {} if isinstance(given[0], (str, os.PathLike)) else self._digests.saved(given[0])
         size = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
-        self.write("save", path=path, entries=entries, bytes=size)
+        held = [self._digests.optimizer(each) if (each := ref()) is not None else None for ref in self._optimizers]
+        self.write("save", path=path, entries=entries, bytes=size, optimizers=held)
         if path is not None:
             self._wrote(path)

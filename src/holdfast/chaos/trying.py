@@ -61,8 +61,18 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether the training came out as it should, or nothing was tried."""
-        return self.result in ("exact", "changed", "survives", "not met", "not run")
+        """Whether the training came out as it should."""
+        return self.result in ("exact", "changed", "survives")
+
+    @property
+    def lost(self) -> bool:
+        """Whether it does not survive."""
+        return self.result in ("lost", "hangs", "broken")
+
+    @property
+    def tried(self) -> bool:
+        """Whether the fault happened."""
+        return self.result not in ("not met", "not run")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,8 +91,9 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether the training survives everything that was tried, and is the same training."""
-        return all(row.passed for row in self.rows)
+        """Whether something was tried, and the training survives all of it and is the same training."""
+        tried = [row for row in self.rows if row.tried]
+        return bool(tried) and all(row.passed for row in tried)
 
 
 class Campaign:
@@ -333,7 +344,7 @@ def check_survives(command: Sequence[str], *, cwd: Path | None = None, **options
         PolicyError: H729, H730 if it cannot be put to the test.
     """
     report = Campaign(command, origin=Path.cwd() if cwd is None else cwd, **options).run()
-    failed = [f"{row.fault}: {row.result}: {row.detail}" for row in report.rows if not row.passed]
-    if failed:
-        raise AssertionError("\n".join(failed))
+    failed = [f"{row.fault}: {row.result}: {row.detail}" for row in report.rows if row.tried and not row.passed]
+    if not report.passed:
+        raise AssertionError("\n".join(failed) or "no fault could be tried")
     return report

@@ -88,28 +88,25 @@ def as_values(report: Report) -> dict[str, Any]:
 
 
 def _verdict(report: Report) -> str:
-    tried = [row for row in report.rows if row.result not in ("not met", "not run")]
-    failed = [row for row in tried if not row.passed]
+    tried = [row for row in report.rows if row.tried]
+    passed, survives = (sum(each) for each in ([row.passed for row in tried], [not row.lost for row in tried]))
+    found = f"it survives {survives} of {len(tried)} faults, and comes out as it should after {passed}"
     if not tried:
-        return "nothing could be tried"
-    if report.unsteady is not None and not failed:
-        return (
-            f"it survives {len(tried)} of {len(tried)} faults. Whether it is the same training cannot be said: two "
-            f"undisturbed runs differ already, first in {report.unsteady}"
-        )
-    if not failed:
-        return f"it survives {len(tried)} of {len(tried)} faults, and is the same training after each, bit for bit"
-    survives = sum(row.result not in ("lost", "hangs", "broken") for row in tried)
-    return (
-        f"it survives {survives} of {len(tried)} faults, and comes out as it should after {len(tried) - len(failed)}"
-    )
+        found = "nothing could be tried"
+    elif passed == len(tried) and report.unsteady is not None:
+        found = f"it survives {passed} of {passed} faults. Whether it is the same training cannot be said: two "
+        found += f"undisturbed runs differ already, first in {report.unsteady}"
+    elif passed == len(tried):
+        found = f"it survives {passed} of {passed} faults, and is the same training after each, bit for bit"
+    missing = len(report.rows) - len(tried)
+    return f"{found}; {missing} more did not occur, or there was no time for them" if missing else found
 
 
 def _print(report: Report) -> None:
     table = Table("fault", "result", "what happened", "starts", "lost", "left behind", box=SIMPLE)
     for row in report.rows:
         left = [f"{row.left_processes} processes"] if row.left_processes else []
-        left += [sanitise(each.removeprefix("work/")) for each in row.left_files[:3]]
+        left += [sanitise(each) for each in row.left_files[:3]]
         table.add_row(
             row.fault, _RESULTS[row.result], _escape(row.detail), str(row.attempts or ""),
             f"{row.seconds_lost:.1f} s" if row.attempts else "", _escape(", ".join(left)),
