@@ -115,6 +115,21 @@ def test_a_planted_loss_is_found_and_named(origin, program, planted, kind, resul
     assert (result, True) in [(row.result, words in row.detail) for row in report.rows]
 
 
+def test_a_model_is_copied_and_pickled_as_without_us(origin):
+    """An average made by `deepcopy`, and a model saved whole, come out exactly, through open files too."""
+    (origin / "train.py").write_text(
+        "import copy, os, torch\ntorch.manual_seed(0)\nfirst, model = 0, torch.nn.Linear(3, 1)\n"
+        "if os.path.exists('model.pt'):\n    first, model = torch.load('model.pt', weights_only=False)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\naverage = copy.deepcopy(model)\n"
+        "for step in range(first, 6):\n    model(torch.ones(2, 3) * step).square().mean().backward()\n"
+        "    average(torch.ones(1, 3))\n    optimizer.step()\n    optimizer.zero_grad()\n"
+        "    with open('new.pt', 'wb') as file:\n        torch.save([step + 1, model], file)\n"
+        "    os.replace('new.pt', 'model.pt')\n"
+    )
+    report = tried([sys.executable, "train.py"], origin, "term", "save")
+    assert [(row.kind, row.result) for row in report.rows] == [("term", "exact"), *[("save", "exact")] * 2]
+
+
 @pytest.mark.parametrize("planted", [False, True])
 def test_each_rank_is_compared_with_itself(origin, planted):
     """A rank that is killed is started again with the others; what only another rank does wrong is found."""

@@ -41,6 +41,11 @@ def start(run: str) -> None:
         _inside = Inside(Path(run))
 
 
+def _enter(module: Any, args: Any, kwargs: Any) -> Any:
+    """Be the hook of a model: a function of a module can be copied and pickled with it."""
+    return None if _inside is None else _inside.forward(module, args, kwargs)
+
+
 class Inside:
     """Traces this process and those that are forked from it."""
 
@@ -92,7 +97,7 @@ class Inside:
 
     def _noted(self, act: Callable[..., Any], *args: Any) -> Any:
         try:
-            return act(*args)
+            return None if self._torch.compiler.is_dynamo_compiling() else act(*args)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             return self.failed(error)
 
@@ -141,15 +146,18 @@ class Inside:
 
     def _on_optimizers(self, module: Any) -> None:
         self._wrap(module.Optimizer, "__init__", self._make_optimizer)
-        module.register_optimizer_step_pre_hook(lambda optimizer, *_: self._noted(self._step_begins, optimizer))
-        module.register_optimizer_step_post_hook(lambda optimizer, *_: self._noted(self._step_ends, optimizer))
+        module.register_optimizer_step_pre_hook(lambda *given: self._noted(self._step_begins, given[0]))
+        module.register_optimizer_step_post_hook(lambda *given: self._noted(self._step_ends, given[0]))
 
     def _make_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        for root in self._noted(self._digests.roots, optimizer) or ():
+        self._noted(self._watch_inputs, optimizer)
+
+    def _watch_inputs(self, optimizer: Any) -> None:
+        for root in self._digests.roots(optimizer):
             if root not in self._hooked:
                 self._hooked.add(root)
-                root.register_forward_pre_hook(self._forward, with_kwargs=True)
+                root.register_forward_pre_hook(_enter, with_kwargs=True)
 
     # --- what a step sees -----------------------------------------------------------------------------------------
 
@@ -163,9 +171,11 @@ class Inside:
                 self.write("workers")
         return batch
 
-    def _forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+    def forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """Note the inputs of a model that trains, and return what it gets in their place, if anything."""
         torch = self._torch
-        if not (module.training and torch.is_grad_enabled()) or torch.compiler.is_dynamo_compiling():
+        trains = module.training and torch.is_grad_enabled() and module in self._hooked  # not a copy of one
+        if not trains or torch.compiler.is_dynamo_compiling():
             return None
         args, kwargs = self.fault.batch(torch, (args, kwargs), self.steps, "forward")
         self._noted(self._enters, module, (args, kwargs))
@@ -279,7 +289,8 @@ class Inside:
         return result
 
     def _saved(self, given: list[Any]) -> None:
-        paths = [os.fspath(each) for each in given if isinstance(each, (str, os.PathLike))]
+        named = [getattr(each, "name", None) if hasattr(each, "write") else each for each in given]
+        paths = [os.fspath(each) for each in named if isinstance(each, (str, os.PathLike))]
         path = os.path.realpath(paths[0]) if paths else None
         entries = {} if isinstance(given[0], (str, os.PathLike)) else self._digests.saved(given[0])
         size = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
