@@ -335,7 +335,7 @@ def check_survives(command: Sequence[str], *, cwd: Path | None = None, **options
     """Check that a training survives faults and is the same training afterwards: for tests of your own.
 
     Args:
-        command: What trains, such as ``[sys.executable, "train.py"]``.
+        command: What trains, such as ``[sys.executable, "path/to/file.py"]``.
         cwd: Where it is started; None: here. It is copied, and nothing in it is changed.
         options: ``writes``, ``only``, ``seed``, ``budget_seconds`` and ``restarts`` of `Campaign`.
 

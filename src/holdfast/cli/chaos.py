@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -44,12 +45,14 @@ def run(
     The command runs twice undisturbed, then once for each fault, in copies of the working directory; nothing in it is
     changed. Exit code: 0 if it survives all and comes out the same, 1 if not, 2 if it cannot be put to the test.
     """
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the copies are removed
     with failing_clearly(as_json=as_json):
         campaign = Campaign(
             command, origin=Path.cwd(), writes=writes or (), only=_kinds(only), seed=seed,
             budget_seconds=_seconds(budget), restarts=restarts, say=_say,
         )  # fmt: skip
         report = campaign.run()
+    signal.signal(signal.SIGTERM, before)
     if as_json:
         print_json(as_values(report))
     else:
