@@ -15,10 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,7 +158,8 @@ def main() -> None:
         watching_costs(result, 1 if options.quick else 2, 20 if options.quick else 60)
     found = named = invented = met = 0
     shares = []
-    with ProcessPoolExecutor(2, get_context("spawn"), initializer=prepare) as pool:
+    prepare()
+    with ThreadPoolExecutor(2) as pool:
         for case, report in zip(cases, pool.map(partial(tried, seed=_SEED), cases), strict=True):
             said = answers(report)
             right = any(what in case.names for what, _ in said)
