@@ -43,6 +43,8 @@ class Digests:
             return
         if isinstance(value, self._torch.Tensor):
             self._add_tensor(found, value)
+        elif isinstance(value, self._torch.nn.Module):
+            self._add(found, value.state_dict(), depth + 1)
         elif isinstance(value, Mapping):
             for key in sorted(value, key=str):
                 found.update(str(key).encode())

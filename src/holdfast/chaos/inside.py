@@ -117,7 +117,7 @@ class Inside:
 
     def _on_torch(self, torch: Any) -> None:
         self._torch, self._digests = torch, Digests(torch)
-        self._hooked: Any = weakref.WeakSet()
+        self._hooked: Any = weakref.WeakKeyDictionary()  # handles of the hooks of models
         acts: dict[str, Callable[[Any], None]] = {
             "torch.optim.optimizer": self._on_optimizers,
             "torch.autograd": lambda module: self._wrap(module, "backward", self._backward),
@@ -156,8 +156,7 @@ class Inside:
     def _watch_inputs(self, optimizer: Any) -> None:
         for root in self._digests.roots(optimizer):
             if root not in self._hooked:
-                self._hooked.add(root)
-                root.register_forward_pre_hook(_enter, with_kwargs=True)
+                self._hooked[root] = root.register_forward_pre_hook(_enter, with_kwargs=True)
 
     # --- what a step sees -----------------------------------------------------------------------------------------
 
@@ -279,9 +278,13 @@ class Inside:
         self._saving = True
         self._saves += 1
         self.fault.meet("save begins", self._saves)
+        for handle in self._hooked.values():  # no part of a model that is saved whole
+            handle.remove()
         try:
             result = original(*args, **kwargs)
         finally:
+            for root in list(self._hooked):
+                self._hooked[root] = root.register_forward_pre_hook(_enter, with_kwargs=True)
             self._saving = False
             self.fault.save_ends()
         self._noted(self._saved, [*args, *kwargs.values()])

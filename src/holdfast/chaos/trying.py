@@ -286,7 +286,9 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
         end = attempt.output.strip()[-400:]
         why = f"fails when nobody disturbs it, with {_status(attempt.status)}: {end}", "mend that first."
     elif not most:
-        fix = "name the command that trains; `python -I`, `-E` and `-S`, and steps from a CUDA graph are not seen."
+        fix = (
+            "name the command that trains; `python -I`, `-E`, `-S`, CUDA graphs and weights set by hand are not seen."
+        )
         why = "made no step of an optimizer of torch", fix
     elif most < 4:
         why = "made fewer than 4 steps", "let it make more, with some saves among them."
