@@ -96,7 +96,7 @@ def test_of_a_training_that_resumes_exactly_nothing_is_said(origin):
         (
             "classifier",
             "optimizer state dropped",
-            "kill",
+            "term",
             "differs",
             "the state of the optimizer differs at the start",
         ),

@@ -75,4 +75,6 @@ for epoch in range(first_epoch, EPOCHS):
             }  # fmt: skip
             torch.save(state, "last.tmp")
             os.replace("last.tmp", FILE)
-print("steps", step)
+print("steps", step, flush=True)
+if timeout:
+    os._exit(0)  # as above
