@@ -53,7 +53,9 @@ def patient(loader):
         os._exit(1)
 
 
-timeout = 8 if what == "+timeout" else 0
+timeout = 8 if "timeout only" in what or what == "+timeout and files" else 0
+if what == "+timeout and files":  # a descriptor is fetched from the worker, and that without a timeout
+    torch.multiprocessing.set_sharing_strategy("file_system")
 for epoch in range(first_epoch, EPOCHS):
     data.epoch = epoch
     if what == "sampler not re-seeded":
