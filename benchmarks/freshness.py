@@ -37,11 +37,13 @@ FIRST_LOOKS = frozenset({"not_learning_held_out_2", "not_learning_held_out_3", "
 """Results of the one look at what was held out: they speak about the rules of that day, and are never made again."""
 
 _WATCHED = ("supervise", "explain", "recorder")
+_CHAOS = ("comparing", "digests", "injecting", "inside", "trials", "trying", "workplace")
 _ORIGIN = ("numerics", "guard/step/replay.py")
 SOURCES: dict[str, tuple[str, ...]] = {
     "accumulation": _STEP,
     "async_saving": ("checkpoint", "guard/saving"),
     "bit_flips": ("checkpoint",),
+    "chaos": (*(f"chaos/{name}.py" for name in _CHAOS), "supervise/injected"),
     "clipping": ("numerics/gradients.py",),
     "false_alarms": ("supervise/watch", "explain/hangs"),
     "feature_cache": (),

@@ -54,6 +54,7 @@ SCRIPTS = (
     "supervised_kills",
     "evals.verdicts",
     "evals.world",
+    "evals.chaos",
     "gpu.step_overhead",
     "gpu.oom_recovery",
     "gpu.device_prefetch",
@@ -63,6 +64,7 @@ RESULTS = {
     "evals.not_learning.evaluate": ("not_learning_held_out_2",),
     "evals.verdicts": ("verdicts",),
     "evals.world": ("world",),
+    "evals.chaos": ("chaos",),
 }
 """Names of the result files of a script, where they are not its own name."""
 _ROOT = Path(__file__).parent.parent

@@ -17,12 +17,14 @@ COMMANDS = {
     "run": "run:run", "watch": "views:watch", "attach": "attach:run", "explain": "explain:run",
     "report": "views:report", "events": "events:run", "metrics": "views:metrics", "plan": "plan:run",
     "compare": "views:compare", "checkpoints": "guard_directory:checkpoints",
-    "quarantine": "guard_directory:quarantine", "doctor": "doctor:run",
+    "quarantine": "guard_directory:quarantine", "doctor": "doctor:run", "chaos": "chaos:run",
 }  # fmt: skip
 """Of each command the module and the function."""
 _COMPLETING = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # in which a shell says what is typed so far
 _READER_GONE = 141  # see ``output``
-_SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the command's name is the command's
+_SETTINGS = {
+    name: {"allow_interspersed_args": False} for name in ("run", "chaos")
+}  # what follows the command's name is the command's
 
 
 def make_app(*only: str) -> typer.Typer:

@@ -1,0 +1,123 @@
+"""Digests of what a training holds and sees: every bit of a small tensor, sums over all bits of a large one.
+
+A digest is 16 hexadecimal digits. It draws no random number and leaves no trace in autograd. Torch is passed in, as
+the process that is looked at has imported it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_SMALL_BYTES = 1 << 15
+_PARTS = 64  # of a large tensor, so that a swap of two parts shows
+_MOST_DEEP = 12
+
+
+class Digests:
+    """Makes digests with the module of torch."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def tensors(self, named: Iterable[tuple[str, Any]]) -> str:
+        """Return the digest of tensors and their names, in the order of the names."""
+        found = hashlib.blake2b(digest_size=8)
+        for name, tensor in sorted(named, key=lambda pair: pair[0]):
+            found.update(name.encode())
+            self._add_tensor(found, tensor)
+        return found.hexdigest()
+
+    def tree(self, value: Any) -> str:
+        """Return the digest of a batch or of what is saved: containers of tensors, arrays, numbers and strings."""
+        found = hashlib.blake2b(digest_size=8)
+        self._add(found, value, 0)
+        return found.hexdigest()
+
+    def _add(self, found: Any, value: Any, depth: int) -> None:
+        if depth > _MOST_DEEP:
+            return
+        if isinstance(value, self._torch.Tensor):
+            self._add_tensor(found, value)
+        elif isinstance(value, self._torch.nn.Module):
+            self._add(found, value.state_dict(), depth + 1)
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                found.update(str(key).encode())
+                self._add(found, value[key], depth + 1)
+        elif isinstance(value, (list, tuple)):
+            found.update(b"%d" % len(value))
+            for each in value:
+                self._add(found, each, depth + 1)
+        elif isinstance(value, (int, float, str, bytes, bool, type(None))):
+            found.update(repr(value).encode())
+        elif hasattr(value, "tobytes"):
+            found.update(value.tobytes())
+        else:
+            found.update(type(value).__name__.encode())
+            if isinstance(fields := getattr(value, "__dict__", None), dict):
+                self._add(found, fields, depth + 1)
+
+    def _add_tensor(self, found: Any, tensor: Any) -> None:
+        torch = self._torch
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                plain = getattr(tensor, "_local_tensor", tensor).detach()
+                if plain.layout is not torch.strided:
+                    plain = plain.to_dense()
+                flat = plain.contiguous().reshape(-1)
+                if flat.numel() * flat.element_size() <= _SMALL_BYTES:
+                    found.update(flat.cpu().view(torch.uint8).numpy().tobytes())
+                    return
+                whole = flat.numel() * flat.element_size() % 8 == flat.data_ptr() % 8 == 0
+                bits = flat.view(torch.uint8).view(torch.int64 if whole else torch.uint8)
+                body = bits.numel() // _PARTS * _PARTS
+                sums = bits[:body].view(_PARTS, -1).sum(1, dtype=torch.int64)
+                found.update(repr((sums.tolist(), bits[body:].tolist())).encode())
+        except (RuntimeError, NotImplementedError, TypeError):
+            found.update(b"cannot be read")
+
+    def optimizer(self, optimizer: Any) -> str:
+        """Return the digest of the state of an optimizer, parameter by parameter."""
+        groups = optimizer.param_groups
+        return self.tree([optimizer.state.get(parameter) or {} for group in groups for parameter in group["params"]])
+
+    def random_state(self) -> dict[str, str]:
+        """Return digests of the random states of torch, Python and numpy."""
+        torch, numpy = self._torch, sys.modules.get("numpy")
+        found = {
+            "torch": self.tree(torch.get_rng_state()),
+            "python": f"{hash(random.getstate()[1]) & (1 << 64) - 1:x}",
+        }
+        if numpy is not None and hasattr(numpy, "random"):
+            state = numpy.random.get_state()
+            found["numpy"] = self.tree([state[1], int(state[2])])
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["cuda"] = self.tree(torch.cuda.get_rng_state())
+        return found
+
+    def saved(self, value: Any) -> dict[str, str]:
+        """Return a digest of each entry of what is saved, short values as they are."""
+        entries: dict[str, Any] = {}
+        for key, entry in (value if isinstance(value, Mapping) else {"": value}).items():
+            if isinstance(entry, Mapping) and any(isinstance(each, Mapping) for each in entry.values()):
+                entries |= {f"{key}.{inner}": each for inner, each in entry.items()}
+            else:
+                entries[str(key)] = entry
+        plain = (int, float, bool, type(None))
+        return {key: repr(entry) if isinstance(entry, plain) else self.tree(entry) for key, entry in entries.items()}
+
+    def roots(self, optimizer: Any) -> list[Any]:
+        """Return the outermost modules that hold a parameter of an optimizer, in an order that does not change."""
+        module = self._torch.nn.Module
+        modules = [each for each in gc.get_objects() if issubclass(type(each), module)]
+        inner = {id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()}
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        roots = [each for each in modules if id(each) not in inner and "_parameters" in each.__dict__]
+        held = [each for each in roots if any(id(parameter) in wanted for parameter in each.parameters())]
+        return sorted(held, key=lambda each: (type(each).__name__, [name for name, _ in each.named_parameters()]))

@@ -1,0 +1,128 @@
+"""Do to this process what its trial is about, once, at the moment that was planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PLAN_FILE = "plan.json"
+COMMAND_FILE = "command.pid"
+MET_FILE = "met"
+
+
+class Injector:
+    """The fault of one attempt, as the file `PLAN_FILE` says it.
+
+    ``at`` is the moment: ``backward``, ``before`` or ``after`` a step, ``loader``, ``forward``, ``eval``,
+    ``save begins`` or ``save ends``; ``count`` how many steps (saves, evaluations) there were by then; ``act`` what
+    is done; ``rank`` to whom.
+    """
+
+    def __init__(self, folder: Path, write: Callable[..., None]) -> None:
+        self._folder, self._write = folder, write
+        self.plan: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            self.plan = json.loads((folder / PLAN_FILE).read_bytes())
+        self._at = self.plan.get("at")
+        self._cut = False
+
+    def _is_now(self, at: str, count: int) -> bool:
+        if at != self._at or count < self.plan["count"] or own_rank() != self.plan.get("rank", 0):
+            return False
+        self._at = None
+        with suppress(FileExistsError):  # once in all processes: a launcher may start others in place of a dead one
+            os.close(os.open(self._folder / MET_FILE, os.O_CREAT | os.O_EXCL, 0o600))
+            self._write("fault", act=self.plan["act"])
+            return True
+        return False
+
+    def meet(self, at: str, count: int) -> None:
+        """Carry out the fault, if this is its moment."""
+        if at == self._at and self._is_now(at, count):
+            _ACTS[self.plan["act"]](self)
+
+    def batch(self, torch: Any, batch: Any, steps: int, at: str) -> Any:
+        """Return a batch, with a NaN in it if that is the fault; a fault of workers is carried out."""
+        if at != self._at or (self.plan["act"] != "nan" and not self.workers()) or not self._is_now(at, steps):
+            return batch
+        if self.plan["act"] == "nan":
+            return with_nan(torch, batch, [False])
+        os.kill(self.workers()[0], signal.SIGKILL if self.plan["act"] == "worker killed" else signal.SIGSTOP)
+        return batch
+
+    def workers(self) -> list[int]:
+        """Return the pids of the children that load."""
+        from multiprocessing import active_children  # the training has it imported, if it has workers
+
+        return sorted(each.pid for each in active_children() if each.pid is not None)
+
+    def save_ends(self) -> None:
+        """End this process after a save that was to be cut and was too short for it."""
+        if self._cut:
+            self._signal(signal.SIGKILL)
+
+    @staticmethod
+    def _signal(number: int) -> None:
+        os.kill(os.getpid(), number)
+
+    def _terminate(self) -> None:
+        """As schedulers do: the command is asked, and whoever it asks."""
+        os.kill(int((self._folder / COMMAND_FILE).read_text()), signal.SIGTERM)
+        time.sleep(0.05)  # or a handler in this process would see it later than it happened
+
+    def _cut_write(self) -> None:
+        """Let the kernel end this process in the middle of a file, as a kill would: past half of what it writes."""
+        self._cut = True
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        self._limit_files()
+
+    def _limit_files(self) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(self.plan["bytes"]), hard))
+
+    def _use_up_memory(self) -> None:
+        """Ask for more memory than there is: the error is the allocator's own, and comes out of `backward`."""
+        torch: Any = sys.modules["torch"]
+        torch.empty(1 << 60, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
+
+
+def own_rank() -> int:
+    """Return the rank of this process, 0 where there are no ranks; a launcher may set it after a fork."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def with_nan(torch: Any, value: Any, done: list[bool]) -> Any:
+    """Return a batch like this one, with a NaN at the first place of its first tensor of floating-point numbers."""
+    if not done[0] and isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+        done[0] = True
+        value = value.detach().clone()
+        value.view(-1)[0] = float("nan")
+    elif isinstance(value, Mapping) and hasattr(value, "copy"):
+        other: Any = value.copy()
+        for key in value:
+            other[key] = with_nan(torch, value[key], done)
+        return other
+    elif type(value) in (list, tuple):
+        return type(value)(with_nan(torch, each, done) for each in value)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(with_nan(torch, each, done) for each in value))
+    return value
+
+
+_ACTS: dict[str, Callable[[Injector], None]] = {
+    "SIGKILL": lambda injector: injector._signal(signal.SIGKILL),
+    "SIGSTOP": lambda injector: injector._signal(signal.SIGSTOP),
+    "SIGTERM": Injector._terminate,
+    "memory": Injector._use_up_memory,
+    "disk": Injector._limit_files,
+    "cut write": Injector._cut_write,
+}

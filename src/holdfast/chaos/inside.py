@@ -1,0 +1,303 @@
+"""Inside each Python process of a command that is put to the test: a trace of its steps, and the fault at its moment.
+
+Started by ``injected/sitecustomize.py`` of ``supervise``. The trace is a file of JSON lines, one for each step, save
+and evaluation, written at once, so that it survives SIGKILL. Torch is not imported, only waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from holdfast.chaos.digests import Digests
+from holdfast.chaos.injecting import Injector, own_rank
+from holdfast.core.importing import ImportWatch
+
+_SAVERS = {
+    "torch.serialization": "save",
+    "safetensors.torch": "save_file",
+    "torch.distributed.checkpoint.state_dict_saver": "save",
+    "holdfast.checkpoint.saver": "write",
+}
+_WRITES = os.O_WRONLY | os.O_RDWR
+_SETTINGS = ("lr", "momentum", "betas", "weight_decay")
+_SEEN_NUMBERS = 4  # of each of the first parameters: to find out which state is the nearest
+_inside: Inside | None = None
+
+
+def start(run: str) -> None:
+    """Begin in this process, once. `run` is the directory of the traces of this attempt."""
+    global _inside
+    if _inside is None and Path(run).is_dir():
+        _inside = Inside(Path(run))
+
+
+def _enter(module: Any, args: Any, kwargs: Any) -> Any:
+    """Be the hook of a model: a function of a module can be copied and pickled with it."""
+    return None if _inside is None else _inside.forward(module, args, kwargs)
+
+
+class Inside:
+    """Traces this process and those that are forked from it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._torch: Any = None
+        self.fault = Injector(folder, self.write)
+        self._roots = (str(folder), *self.fault.plan.get("inside", ()))
+        self._begin()
+        self._watch = ImportWatch(self.failed)
+        self._watch.when_imported("torch", self._on_torch)
+        os.register_at_fork(after_in_child=self._begin)
+        sys.addaudithook(self._audit)
+
+    def _begin(self) -> None:
+        self._file: int | None = None
+        self.steps = self._saves = self._evaluations = self._backwards = 0
+        self._in_backward = self._saving = self._has_workers = False
+        self._written: set[str] = set()
+        self._loaded: str | None = None
+        self._scale: float | None = None
+        self._first: dict[int, str] = {}  # digests of buffers before the first forward, by module
+        self._held: dict[int, list[Any]] = {}  # by optimizer, weak references
+        self._optimizers: list[Any] = []  # those that have stepped
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._batches: list[str | None] = []
+        self._inputs: list[str | None] = []
+        self._losses: list[str] = []
+        self._random: dict[str, str] | None = None
+        self._backwards = 0
+
+    # --- the trace ------------------------------------------------------------------------------------------------
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Add a line to the trace of this process."""
+        if self._file is None:
+            path = self._folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self.write("start", rank=own_rank(), ranks=int(os.environ.get("WORLD_SIZE", "1")))
+        line = {"kind": kind, "step": self.steps, "seconds": time.time(), **facts}
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+    def failed(self, error: BaseException) -> None:
+        """Note an error of ours; the training goes on."""
+        with suppress(OSError), (self._folder / "failed.txt").open("a") as file:
+            file.writelines(traceback.format_exception(error))
+
+    def _noted(self, act: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return None if self._torch.compiler.is_dynamo_compiling() else act(*args)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            return self.failed(error)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and self._torch is not None:
+            path, _, flags = arguments
+            if isinstance(path, (str, bytes)) and isinstance(flags, int) and flags & _WRITES:
+                self._noted(self._wrote, os.fsdecode(path))
+
+    def _wrote(self, path: str) -> None:
+        path = os.path.realpath(path)
+        if path not in self._written and not path.startswith(self._roots):
+            self._written.add(path)
+            self.write("outside", path=path)
+
+    # --- hooks in torch -------------------------------------------------------------------------------------------
+
+    def _on_torch(self, torch: Any) -> None:
+        self._torch, self._digests = torch, Digests(torch)
+        self._hooked: Any = weakref.WeakKeyDictionary()  # handles of the hooks of models
+        acts: dict[str, Callable[[Any], None]] = {
+            "torch.optim.optimizer": self._on_optimizers,
+            "torch.autograd": lambda module: self._wrap(module, "backward", self._backward),
+            "torch.amp.grad_scaler": lambda module: self._wrap(module.GradScaler, "step", self._scaler_step),
+            "torch.nn.modules.module": lambda module: self._wrap(module.Module, "eval", self._eval),
+            "torch.utils.data.dataloader": lambda mod: self._wrap(mod._BaseDataLoaderIter, "__next__", self._next),
+            "holdfast.loader.loader": lambda module: self._wrap(module.Epoch, "__next__", self._next),
+            **{name: partial(self._on_saver, function) for name, function in _SAVERS.items()},
+        }
+        for name, act in acts.items():
+            self._watch.when_imported(name, act)
+
+    def _wrap(self, owner: Any, name: str, act: Callable[..., Any]) -> None:
+        original, is_compiling = getattr(owner, name), self._torch.compiler.is_dynamo_compiling
+
+        @wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if is_compiling() else act(original, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def _on_saver(self, function: str, module: Any) -> None:
+        self._wrap(module, function, self._save)
+        if module.__name__ == "torch.serialization":
+            self._torch.save = module.save
+
+    def _on_optimizers(self, module: Any) -> None:
+        self._wrap(module.Optimizer, "__init__", self._make_optimizer)
+        module.register_optimizer_step_pre_hook(lambda *given: self._noted(self._step_begins, given[0]))
+        module.register_optimizer_step_post_hook(lambda *given: self._noted(self._step_ends, given[0]))
+
+    def _make_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._noted(self._watch_inputs, optimizer)
+
+    def _watch_inputs(self, optimizer: Any) -> None:
+        for root in self._digests.roots(optimizer):
+            if root not in self._hooked:
+                self._hooked[root] = root.register_forward_pre_hook(_enter, with_kwargs=True)
+
+    # --- what a step sees -----------------------------------------------------------------------------------------
+
+    def _next(self, original: Callable[..., Any], iterator: Any) -> Any:
+        batch = original(iterator)
+        if self._torch.is_grad_enabled():
+            batch = self.fault.batch(self._torch, batch, self.steps, "loader")
+            self._loaded = self._noted(self._digests.tree, batch)
+            if self.steps and not self._has_workers and self.fault.workers():
+                self._has_workers = True
+                self.write("workers")
+        return batch
+
+    def forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """Note the inputs of a model that trains, and return what it gets in their place, if anything."""
+        torch = self._torch
+        trains = module.training and torch.is_grad_enabled() and module in self._hooked  # not a copy of one
+        if not trains or torch.compiler.is_dynamo_compiling():
+            return None
+        args, kwargs = self.fault.batch(torch, (args, kwargs), self.steps, "forward")
+        self._noted(self._enters, module, (args, kwargs))
+        return args, kwargs
+
+    def _enters(self, module: Any, inputs: Any) -> None:
+        if id(module) not in self._first:
+            self._first[id(module)] = self._digests.tensors(module.named_buffers())
+        self._random = self._random or self._digests.random_state()
+        self._batches.append(self._loaded)
+        self._inputs.append(self._digests.tree(inputs))
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._in_backward:
+            return original(*args, **kwargs)
+        self._noted(self._backward_begins, args[0] if args else kwargs.get("tensors"))
+        self.fault.meet("backward", self.steps)
+        self._in_backward = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._in_backward = False
+
+    def _backward_begins(self, root: Any) -> None:
+        root = root[0] if isinstance(root, (tuple, list)) and root else root
+        self._backwards += 1
+        self._random = self._random or self._digests.random_state()
+        if not self._batches:
+            self._batches.append(self._loaded)
+            self._inputs.append(None)
+        if getattr(root, "numel", lambda: 0)() == 1:
+            self._losses.append(repr(root.item()))
+
+    def _scaler_step(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._scale = self._noted(scaler.get_scale)
+        return original(scaler, *args, **kwargs)
+
+    def _state(self, optimizer: Any, first: dict[int, str] | None = None) -> dict[str, Any]:
+        """Return digests of what an optimizer trains; `first` are those of buffers before anything was computed."""
+        roots = [root() for root in self._held.get(id(optimizer), [lambda: None])]
+        if None in roots:
+            roots = self._digests.roots(optimizer)
+            self._held[id(optimizer)] = [weakref.ref(root) for root in roots]
+        named = [(f"{number}.{name}", p) for number, root in enumerate(roots) for name, p in root.named_parameters()]
+        named = named or [(f"{at:04}", p) for group in optimizer.param_groups for at, p in enumerate(group["params"])]
+        some = [getattr(p, "_local_tensor", p).detach().reshape(-1)[:_SEEN_NUMBERS] for _, p in named[:8]]
+        buffers = [
+            self._digests.tensors(root.named_buffers()) if first is None else first.get(id(root)) for root in roots
+        ]
+        return {
+            "weights": self._digests.tensors(named),
+            "buffers": buffers,
+            "numbers": [number for each in some for number in each.double().tolist()],
+            "holds": f"{[type(root).__name__ for root in roots]} {len(named)}",
+        }
+
+    def _is_for_state(self, optimizer: Any) -> bool:
+        """Return whether this step only makes the state of its optimizer, as some do before they load one."""
+        if self._backwards:
+            return False
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+        return not any(rates) or not any(bool(gradient.any()) for gradient in gradients)
+
+    def _step_begins(self, optimizer: Any) -> None:
+        self._skips = self._is_for_state(optimizer)
+        if self._skips:
+            return
+        self.fault.meet("before", self.steps)
+        self._before = None
+        if id(optimizer) not in self._held:
+            self._before = {**self._state(optimizer, self._first), "optimizer": self._digests.optimizer(optimizer)}
+            self._optimizers.append(weakref.ref(optimizer))
+        groups = optimizer.param_groups
+        self._hyper = "; ".join(" ".join(f"{n}={g[n]}" for n in _SETTINGS if n in g) for g in groups)
+
+    def _step_ends(self, optimizer: Any) -> None:
+        if self._skips:
+            return
+        self.steps += 1
+        self.write(
+            "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(self._inputs),
+            batch=self._batches, random=self._random or {}, inputs=self._inputs, losses=self._losses,
+            which=list(self._held).index(id(optimizer)), **self._state(optimizer),
+        )  # fmt: skip
+        self._begin_step()
+        self.fault.meet("after", self.steps)
+
+    # --- saving, evaluating ---------------------------------------------------------------------------------------
+
+    def _eval(self, original: Callable[..., Any], module: Any) -> Any:
+        if self.steps:
+            self._evaluations += 1
+            self._noted(self.write, "eval")
+            self.fault.meet("eval", self._evaluations)
+        return original(module)
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._saving or not self.steps:
+            return original(*args, **kwargs)
+        self._saving = True
+        self._saves += 1
+        self.fault.meet("save begins", self._saves)
+        for handle in self._hooked.values():  # no part of a model that is saved whole
+            handle.remove()
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            for root in list(self._hooked):
+                self._hooked[root] = root.register_forward_pre_hook(_enter, with_kwargs=True)
+            self._saving = False
+            self.fault.save_ends()
+        self._noted(self._saved, [*args, *kwargs.values()])
+        self.fault.meet("save ends", self._saves)
+        return result
+
+    def _saved(self, given: list[Any]) -> None:
+        named = [getattr(each, "name", None) if hasattr(each, "write") else each for each in given]
+        paths = [os.fspath(each) for each in named if isinstance(each, (str, os.PathLike))]
+        path = os.path.realpath(paths[0]) if paths else None
+        entries = {} if isinstance(given[0], (str, os.PathLike)) else self._digests.saved(given[0])
+        size = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
+        held = [self._digests.optimizer(each) if (each := ref()) is not None else None for ref in self._optimizers]
+        self.write("save", path=path, entries=entries, bytes=size, optimizers=held)
+        if path is not None:
+            self._wrote(path)

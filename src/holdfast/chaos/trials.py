@@ -1,0 +1,190 @@
+"""One trial: start the command, let it meet its fault, start it again as a scheduler would, and read its traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.chaos.injecting import COMMAND_FILE, MET_FILE, PLAN_FILE
+from holdfast.chaos.workplace import Workplace
+from holdfast.supervise.launch import child_start
+from holdfast.supervise.launch.commands import make_environment
+from holdfast.supervise.process_tree import kill_all, marked_processes, signal_all
+
+Line = dict[str, Any]
+_LOOK_SECONDS = 0.02
+_GRACE_SECONDS = 15.0
+_LEFT_SECONDS = 0.5
+_KILL_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """What one process of a training did, from its start to its end."""
+
+    rank: int
+    ranks: int
+    steps: list[Line]
+    lines: list[Line]  # all of them: saves, evaluations, ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the command and how it ended."""
+
+    status: int  # exit code, negative for a signal
+    seconds: float
+    hung: bool  # it stood still and was killed for it
+    left: int  # processes that outlived the command
+    output: str  # its end
+    segments: list[Segment]
+
+    def lines(self, kind: str) -> list[Line]:
+        """Return the lines of one kind of all its processes."""
+        return [line for segment in self.segments for line in segment.lines if line["kind"] == kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """All attempts of one trial."""
+
+    attempts: list[Attempt]
+    files: set[Path]  # that were there at its end
+    damaged: str | None = None  # the file that was damaged between two attempts
+
+    @property
+    def last(self) -> Attempt:
+        """The attempt that ended it."""
+        return self.attempts[-1]
+
+    def ranks(self) -> dict[int, list[Segment]]:
+        """Return the segments with steps, by rank, in the order in which they were begun."""
+        found: dict[int, list[Segment]] = {}
+        for segment in (segment for attempt in self.attempts for segment in attempt.segments if segment.steps):
+            found.setdefault(segment.rank, []).append(segment)
+        return found
+
+
+class Bench:
+    """Starts a command in its workplace.
+
+    Args:
+        program: The file that the command's first word means.
+        command: The command.
+        place: Where it works.
+        deadline: When everything must be over, in monotonic seconds.
+    """
+
+    still_seconds = 600.0
+    """Without a new line in any trace for so long, an attempt hangs."""
+    most_seconds = 1e9
+    """For one attempt."""
+
+    def __init__(self, program: str, command: Sequence[str], place: Workplace, deadline: float) -> None:
+        self._program, self._command, self.place, self.deadline = program, list(command), place, deadline
+        self._number = 0
+
+    def attempt(self, plan: dict[str, Any] | None) -> Attempt:
+        """Start the command once and wait for its end; `plan` is the fault that it meets."""
+        self._number += 1
+        traces = self.place.scratch / f"attempt-{self._number}"
+        (traces / "processes").mkdir(parents=True)  # where `sitecustomize` notes what fails
+        (traces / PLAN_FILE).write_text(json.dumps({"inside": list(map(str, self.place.tops)), **(plan or {})}))
+        mark = f"chaos-{os.getpid()}-{self._number}"
+        environment = make_environment(os.environ, traces, 0, mark, observe=True)
+        environment |= {"OBSERVER_OF_HOLDFAST": "holdfast.chaos.inside", "TMPDIR": str(self.place.temporary)}
+        began = time.monotonic()
+        with (traces / "output.txt").open("wb") as output:
+            child = subprocess.Popen(  # noqa: S603 - the user's own command is the point
+                [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid()), self._program, *self._command],
+                cwd=self.place.work, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        (traces / COMMAND_FILE).write_text(str(child.pid))
+        try:
+            hung = self._wait(child, traces, began)
+        finally:
+            seconds, left = time.monotonic() - began, _end(child, mark)
+        text = (traces / "output.txt").read_bytes()[-4000:].decode(errors="replace")
+        segments = [_read(path) for path in sorted(traces.glob("*.jsonl"))]
+        shutil.rmtree(traces, ignore_errors=True)
+        return Attempt(
+            status=child.wait(), seconds=seconds, hung=hung, left=left, output=text, segments=segments
+        )  # fmt: skip
+
+    def _wait(self, child: subprocess.Popen[bytes], traces: Path, began: float) -> bool:
+        """Wait for the command; return whether it hangs. Kill after the time of grace what was asked to end."""
+        size, since, asked = -1, began, None
+        may_be_asked = b'"SIGTERM"' in (traces / PLAN_FILE).read_bytes()
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_LOOK_SECONDS)
+            if child.poll() is not None:
+                return False
+            now, found = time.monotonic(), sum(each.stat().st_size for each in traces.iterdir())
+            if found != size:
+                size, since = found, now
+                asked = asked or (now if may_be_asked and (traces / MET_FILE).exists() else None)
+            if now - since > self.still_seconds or now - began > self.most_seconds or now > self.deadline:
+                return True
+            if asked is not None and now - asked > _GRACE_SECONDS:
+                signal_all([child.pid], signal.SIGKILL)
+
+
+def _end(child: subprocess.Popen[bytes], mark: str) -> int:
+    """End what is left of a command; return how many processes did not end with it by themselves."""
+
+    def find() -> set[int]:
+        return marked_processes(mark, [child.pid]) - {child.pid}
+
+    until, ended = time.monotonic() + _LEFT_SECONDS, child.poll() is not None
+    while ended and find() and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)
+    left = len(find()) if ended else 0
+    signal_all([] if ended else [child.pid], signal.SIGKILL)
+    kill_all(find, _KILL_SECONDS)
+    child.wait()
+    return left
+
+
+def _read(path: Path) -> Segment:
+    lines = [json.loads(text) for text in path.read_bytes().split(b"\n")[:-1]]
+    first = lines[0] if lines else {"rank": 0, "ranks": 1}
+    steps = [line for line in lines if line["kind"] == "step"]
+    return Segment(rank=first["rank"], ranks=first["ranks"], steps=steps, lines=lines)
+
+
+def _is_over(attempt: Attempt, steps: int) -> bool:
+    """Return whether a scheduler would not start the command again: it ended well, and was not only asked to."""
+    asked = any(line["act"] == "SIGTERM" for line in attempt.lines("fault"))
+    made = max((len(segment.steps) for segment in attempt.segments), default=0)
+    return attempt.status == 0 and not attempt.hung and not (asked and made < steps)
+
+
+def carry_out(
+    bench: Bench, plan: dict[str, Any] | None = None, *, restarts: int = 0, steps: int = 0,
+    between: Callable[[Workplace], str | None] | None = None,
+) -> Trial:  # fmt: skip
+    """Carry out one trial from the beginning, with at most so many restarts.
+
+    `steps` are those of the undisturbed run; `between` damages a file after the first attempt and returns its name.
+    """
+    bench.place.renew()
+    attempts, damaged = [bench.attempt(plan)], None
+    if between is not None and attempts[0].lines("fault"):
+        damaged = between(bench.place)
+    while len(attempts) <= restarts and not _is_over(attempts[-1], steps):
+        attempts.append(bench.attempt(None))
+        if attempts[-1].status and attempts[-1].output == attempts[-2].output:
+            break  # the same end twice: it would go on like that
+    return Trial(attempts=attempts, files=set(bench.place.files()), damaged=damaged)

@@ -1,0 +1,352 @@
+"""The campaign over anyone's training: two undisturbed runs, then one trial for each fault.
+
+Each fault, and the step that it comes at, is drawn from the seed; it is one that the undisturbed run has shown to be
+possible: no worker is killed where there is none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.chaos.comparing import Comparison, Difference, Reference, compare, unsteady_fields
+from holdfast.chaos.trials import Attempt, Bench, Line, Trial, carry_out
+from holdfast.chaos.workplace import Workplace
+from holdfast.core.errors import PolicyError
+from holdfast.supervise.launch.commands import find_program
+from holdfast.testing import flip_bit
+
+KINDS = ("kill", "term", "first", "save", "eval", "worker", "rank", "memory", "nan", "disk", "damage")
+_LEAST_STILL_SECONDS = 20.0
+_STILL_TIMES = 5.0  # the longest pause of the undisturbed run
+_MOST_TIMES = 8.0  # the undisturbed run, for one attempt
+_RANDOM_KILLS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: its kind, of `KINDS`, what is done, in words, the plan for `Injector`, and what is done after it."""
+
+    kind: str
+    words: str
+    plan: dict[str, Any]
+    between: Callable[[Workplace], str | None] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """What one trial has shown.
+
+    `result` is ``exact``, ``differs``, ``changed`` (as a fault in the data must), ``broken`` (NaN at the end),
+    ``lost`` (it does not survive), ``hangs``, ``older`` (saved work is done again), ``survives`` (two undisturbed
+    runs differ, too), ``not met`` (the fault did not happen) or ``not run``.
+    """
+
+    kind: str
+    fault: str
+    result: str = "not run"
+    detail: str = ""
+    attempts: int = 0
+    seconds: float = 0.0
+    seconds_lost: float = 0.0
+    left_processes: int = 0
+    left_files: list[str] = field(default_factory=list)
+    comparison: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the training came out as it should."""
+        return self.result in ("exact", "changed", "survives")
+
+    @property
+    def lost(self) -> bool:
+        """Whether it does not survive."""
+        return self.result in ("lost", "hangs", "broken")
+
+    @property
+    def tried(self) -> bool:
+        """Whether the fault happened."""
+        return self.result not in ("not met", "not run")
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What a campaign has found."""
+
+    command: list[str]
+    seed: int
+    steps: int
+    undisturbed_seconds: list[float]
+    unsteady: Difference | None  # in which two undisturbed runs differ
+    remarks: list[str]
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    seconds_of_runs: float = 0.0  # of which the command itself ran
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was tried, and the training survives all of it and is the same training."""
+        tried = [row for row in self.rows if row.tried]
+        return bool(tried) and all(row.passed for row in tried)
+
+
+class Campaign:
+    """Puts a command to the test.
+
+    Args:
+        command: The command.
+        origin: Where it is started.
+        writes: What it writes; none: everything in `origin` is copied.
+        only: Kinds of faults, of `KINDS`; none: all.
+        seed: Decides steps and bits.
+        budget_seconds: After which no trial is begun.
+        restarts: Of one trial at most.
+        say: Called with each row as soon as it is there.
+
+    Raises:
+        PolicyError: H729 for a command that cannot be put to the test, H730 as `Workplace`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, origin: Path, writes: Sequence[Path] = (), only: Sequence[str] = (),
+        seed: int = 0, budget_seconds: float = 600.0, restarts: int = 3, say: Callable[[Row], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._command, self._only, self._seed, self._restarts, self._say = list(command), only, seed, restarts, say
+        self._chance = random.Random(seed)  # noqa: S311 - chance, not secrets
+        self._began = time.monotonic()
+        program = find_program(self._command)
+        self._place = Workplace(origin, writes)
+        self._bench = Bench(program, self._command, self._place, self._began + budget_seconds)
+        self._ran = 0.0
+
+    def run(self) -> Report:
+        """Carry out everything."""
+        try:
+            first, second = (self._undisturbed() for _ in range(2))
+            return self._try(first, second)
+        finally:
+            self._place.close()
+
+    def _undisturbed(self) -> Trial:
+        trial = carry_out(self._bench)
+        self._ran += trial.last.seconds
+        _check(trial.last, self._place, out_of_time=time.monotonic() > self._bench.deadline)
+        return trial
+
+    def _try(self, first: Trial, second: Trial) -> Report:
+        references, unsteady, others = {}, None, second.ranks()
+        for rank, (segment, *_) in sorted(first.ranks().items()):
+            differs, fields = unsteady_fields(segment, others[rank][0])
+            unsteady, references[rank] = unsteady or differs, Reference(segment, fields)
+        self._bench.still_seconds = max(_LEAST_STILL_SECONDS, _STILL_TIMES * _longest_pause(first.last))
+        self._bench.most_seconds = max(60.0, _MOST_TIMES * first.last.seconds)
+        steps = next(iter(references.values())).steps
+        report = Report(
+            command=self._command, seed=self._seed, steps=len(steps), unsteady=unsteady,
+            undisturbed_seconds=[trial.last.seconds for trial in (first, second)], remarks=_remarks(first),
+        )  # fmt: skip
+        for fault in self._faults(references[min(references)]):
+            if not self._only or fault.kind in self._only:
+                report.rows.append(self._row(fault, first, references, unsteady))
+                self._say(report.rows[-1])
+        report.seconds, report.seconds_of_runs = time.monotonic() - self._began, self._ran
+        return report
+
+    def _faults(self, reference: Reference) -> list[Fault]:
+        """Draw all faults; each is drawn whatever others are asked for, so that a seed means the same."""
+        count, lines = len(reference.steps), reference.segment.lines
+        saves = [line for line in lines if line["kind"] == "save"]
+        after = min((line["step"] for line in saves if line["step"] < count), default=0)  # a save to go on from
+        step = partial(self._step, after, count)
+        found = [_fault("first", "SIGKILL in the first step", "backward", 0, "SIGKILL")]
+        moments = [self._chance.choice(["backward", "before"]) for _ in range(_RANDOM_KILLS)]
+        found += [_at_step("kill", "SIGKILL in", at, step(part), "SIGKILL") for part, at in enumerate(moments)]
+        found.append(_at_step("term", "SIGTERM in", "backward", step(), "SIGTERM"))
+        if any(line["kind"] == "workers" for line in lines):
+            for act in ("killed", "stopped"):
+                found.append(_at_step("worker", f"a loader worker {act} in", "loader", step(), f"worker {act}"))
+        if reference.segment.ranks > 1:
+            for words, act in (("killed", "SIGKILL"), ("stopped", "SIGSTOP")):
+                rank = self._chance.randrange(1, reference.segment.ranks)
+                found.append(_at_step("rank", f"rank {rank} {words} in", "backward", step(), act, rank=rank))
+        found.append(_at_step("memory", "out of memory in", "backward", step(), "memory"))
+        loads = any(any(each["batch"]) for each in reference.steps)
+        found.append(_at_step("nan", "a NaN in the batch of", "loader" if loads else "forward", step(), "nan"))
+        if evaluations := sum(line["kind"] == "eval" for line in lines):
+            number = self._chance.randint((evaluations + 1) // 2, evaluations)
+            found.append(_fault("eval", f"SIGKILL in evaluation {number}", "eval", number, "SIGKILL"))
+        if saves:
+            found += self._in_saves(saves, after, step())
+        return sorted(found, key=lambda fault: KINDS.index(fault.kind))
+
+    def _step(self, after: int, count: int, part: int | None = None) -> int:
+        """Draw a number of steps after a save; in one of equal parts of what is left, if a part is given."""
+        low, drawn = min(after + 1, count - 1), self._chance.random()
+        return low + int((count - low) * (drawn if part is None else (part + drawn) / _RANDOM_KILLS))
+
+    def _in_saves(self, saves: list[Line], after: int, step: int) -> list[Fault]:
+        number, size = self._chance.randint(min(2, len(saves)), len(saves)), max(line["bytes"] for line in saves)
+        which = f"save {number} (step {saves[number - 1]['step']})"
+        found = [_fault("save", f"SIGKILL after writing in {which}", "save ends", number, "SIGKILL")]
+        if size:
+            cut, full = f"killed half-way through the file of {which}", "no room for more than half of a checkpoint"
+            found.append(_fault("save", cut, "save begins", number, "cut write", bytes=size // 2))
+            found.append(_fault("disk", f"{full} after step {after}", "after", after, "disk", bytes=size // 2))
+        for words, act in (
+            ("a bit of the newest checkpoint flipped", _flip),
+            ("the newest checkpoint cut off", _cut),
+        ):
+            fault = _fault("damage", f"SIGKILL in step {step + 1}, {words}", "backward", step, "SIGKILL")
+            found.append(replace(fault, between=partial(_damage, act=act, chance=self._chance)))
+        return found
+
+    def _row(
+        self, fault: Fault, first: Trial, references: dict[int, Reference], unsteady: Difference | None
+    ) -> Row:  # fmt: skip
+        row, steps = Row(kind=fault.kind, fault=fault.words), len(references[min(references)].steps)
+        if time.monotonic() > self._bench.deadline:
+            return row
+        trial = carry_out(self._bench, fault.plan, restarts=self._restarts, steps=steps, between=fault.between)
+        row.seconds = sum(attempt.seconds for attempt in trial.attempts)
+        self._ran += row.seconds
+        if time.monotonic() > self._bench.deadline and trial.last.hung:
+            return row
+        row.attempts, row.seconds_lost = len(trial.attempts), max(0.0, row.seconds - first.last.seconds)
+        row.left_processes = sum(attempt.left for attempt in trial.attempts)
+        row.left_files = [
+            str(path).removeprefix(f"{self._place.work}/") for path in sorted(trial.files - first.files)
+        ]
+        comparison = compare(references, trial)
+        row.comparison = asdict(comparison)
+        row.result, row.detail = _judge(fault, trial, comparison, unsteady)
+        row.detail += f" ({trial.damaged} was damaged)" if trial.damaged else ""
+        return row
+
+
+def _fault(kind: str, words: str, at: str, count: int, act: str, **plan: Any) -> Fault:
+    return Fault(kind, words, {"at": at, "count": count, "act": act, **plan})
+
+
+def _at_step(kind: str, words: str, at: str, step: int, act: str, **plan: Any) -> Fault:
+    return _fault(kind, f"{words} step {step + 1}", at, step, act, **plan)
+
+
+def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Difference | None) -> tuple[str, str]:
+    last, again = trial.last, f"{comparison.steps_again} steps made again"
+    if not trial.attempts[0].lines("fault"):
+        return "not met", "the training ended before"
+    if fault.between is not None and trial.damaged is None:
+        return "not met", "no checkpoint was found to damage"
+    if last.hung or last.status:
+        how = "it stood still and was killed" if last.hung else f"it ended with {_status(last.status)}"
+        said = " ".join(last.output.strip().splitlines()[-1:])[:200]
+        return ("hangs" if last.hung else "lost"), f"start {len(trial.attempts)}: {how}; {said}"
+    if any(attempt.hung for attempt in trial.attempts):
+        return "hangs", f"it stood still and had to be killed; then {again}"
+    if not comparison.finite:
+        return "broken", "the weights or the loss at the end are NaN or infinite"
+    if fault.kind == "nan" and comparison.differences:
+        return "changed", "this batch has changed the training; the weights at the end are finite"
+    for difference in comparison.differences if unsteady is None else ():
+        if difference.what == "older" and fault.between is not None:
+            continue  # the newest one is damaged
+        return ("older" if difference.what == "older" else "differs"), str(difference)
+    return ("exact" if unsteady is None else "survives"), again
+
+
+def _status(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit code {status}"
+
+
+def _longest_pause(attempt: Attempt) -> float:
+    times: list[float] = sorted(line["seconds"] for segment in attempt.segments for line in segment.lines)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    # Before the first line a program starts, after the last it ends: neither is longer than what no line covers.
+    return max([*pauses, attempt.seconds - (times[-1] - times[0])])
+
+
+def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
+    """Refuse a command that cannot be put to the test."""
+    most = max((len(segment.steps) for segment in attempt.segments), default=0)
+    # What belongs to the system, or is a cache, is not the training's.
+    system = ("/dev/", "/proc/", "/sys/", str(place.scratch), str(Path.home() / "."))
+    written = [line["path"] for line in attempt.lines("outside")]
+    written = [each for each in written if not each.startswith(system) and "__pycache__" not in each]
+    if attempt.hung and out_of_time:
+        why = "has not ended by itself in time", "give a larger --budget, or let the command make fewer steps."
+    elif attempt.hung:
+        why = "stands still", "let it run under `holdfast run`, which says where it stands."
+    elif attempt.status:
+        end = attempt.output.strip()[-400:]
+        why = f"fails when nobody disturbs it, with {_status(attempt.status)}: {end}", "mend that first."
+    elif not most:
+        fix = (
+            "name the command that trains; `python -I`, `-E`, `-S`, CUDA graphs and weights set by hand are not seen."
+        )
+        why = "made no step of an optimizer of torch", fix
+    elif most < 4:
+        why = "made fewer than 4 steps", "let it make more, with some saves among them."
+    elif written:
+        fix = "name that by --writes, so that each trial begins without it; or let it write into the directory."
+        why = f"writes outside of the working directory: {', '.join(written[:3])}", fix
+    else:
+        return
+    limit = "it must train by itself, and be the same at each start"
+    raise PolicyError(f"the command {why[0]}", limit=limit, fix=why[1], rule="H729")
+
+
+def _remarks(first: Trial) -> list[str]:
+    if first.last.lines("save"):
+        return []
+    kinds = "torch.save, safetensors, torch.distributed.checkpoint"
+    rest = "after each fault it begins anew, and faults of saves and checkpoints were not tried"
+    return [f"no checkpoint was seen to be written ({kinds}): {rest}"]
+
+
+def _damage(place: Workplace, *, act: Callable[[Path, random.Random], None], chance: random.Random) -> str | None:
+    """Damage the newest file that is at least half as large as the largest of those that the training has written."""
+    new = {}
+    for path, (size, changed) in place.files().items():
+        origin = place.origin / path.relative_to(place.work) if path.is_relative_to(place.work) else None
+        if size and (origin is None or not origin.exists() or origin.stat().st_mtime_ns != changed):
+            new[path] = size, changed
+    if not new:
+        return None
+    largest = max(size for size, _ in new.values())
+    path = max((path for path in new if 2 * new[path][0] >= largest), key=lambda path: new[path][1])
+    act(path, chance)
+    return path.name
+
+
+def _flip(path: Path, chance: random.Random) -> None:
+    flip_bit(path, chance.randrange(8 * path.stat().st_size))
+
+
+def _cut(path: Path, _: random.Random) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def check_survives(command: Sequence[str], *, cwd: Path | None = None, **options: Any) -> Report:
+    """Check that a training survives faults and is the same training afterwards: for tests of your own.
+
+    Args:
+        command: What trains, such as ``[sys.executable, "path/to/file.py"]``.
+        cwd: Where it is started; None: here. It is copied, and nothing in it is changed.
+        options: ``writes``, ``only``, ``seed``, ``budget_seconds`` and ``restarts`` of `Campaign`.
+
+    Raises:
+        AssertionError: naming each fault after which it does not, and the first step that differs.
+        PolicyError: H729, H730 if it cannot be put to the test.
+    """
+    report = Campaign(command, origin=Path.cwd() if cwd is None else cwd, **options).run()
+    failed = [f"{row.fault}: {row.result}: {row.detail}" for row in report.rows if row.tried and not row.passed]
+    if not report.passed:
+        raise AssertionError("\n".join(failed) or "no fault could be tried")
+    return report

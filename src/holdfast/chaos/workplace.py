@@ -1,0 +1,105 @@
+"""A place for each trial: a fresh copy of the working directory, so that nothing of the user's is ever changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.core.errors import PolicyError
+
+MOST_BYTES = 512 << 20
+_LINKED_BYTES = 1 << 20
+_NOT_COPIED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".pytest_cache"}
+
+
+class Workplace:
+    """Copies of a working directory, one at a time, always at the same path.
+
+    With `writes`, only these paths and files of up to 1 MiB are copied, and all else is linked; without, everything
+    is copied, up to `MOST_BYTES`.
+
+    Args:
+        origin: The working directory. It is read only.
+        writes: What the training writes: paths in `origin`, or paths elsewhere that do not exist yet.
+
+    Raises:
+        PolicyError: H730 if there is too much to copy, or a path elsewhere is there already.
+    """
+
+    def __init__(self, origin: Path, writes: Sequence[Path]) -> None:
+        self.origin = origin.resolve()
+        paths = [(self.origin / each).resolve() for each in writes]
+        self._inside = [each for each in paths if each.is_relative_to(self.origin)]
+        self.elsewhere = [each for each in paths if not each.is_relative_to(self.origin)]
+        self._links = bool(paths)
+        for each in filter(Path.exists, self.elsewhere):
+            raise PolicyError(
+                f"{str(each)!r} exists", rule="H730",
+                limit="what a training writes outside of the working directory is removed between its trials",
+                fix="let the command write to a path that does not exist yet, or into the working directory.",
+            )  # fmt: skip
+        if not writes and sum(path.lstat().st_size for path in _files(self.origin)) > MOST_BYTES:
+            raise PolicyError(
+                f"the working directory {str(self.origin)!r} holds more than {MOST_BYTES >> 20} MiB", rule="H730",
+                limit="each trial runs in a copy of it, so that nothing of yours is changed",
+                fix="name what the training writes, as in `--writes runs/`: then what else is large is linked.",
+            )  # fmt: skip
+        self.scratch = Path(tempfile.mkdtemp(prefix="holdfast-chaos-")).resolve()
+        self.work, self.temporary = self.scratch / "work", self.scratch / "tmp"
+        self.tops = (self.work, self.temporary, *self.elsewhere)
+
+    def renew(self) -> None:
+        """Make everything as it was before the first trial."""
+        for path in self.tops:
+            _remove(path)
+        self.temporary.mkdir()
+        self._copy(self.origin, self.work)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        target.mkdir()
+        for entry in os.scandir(source):
+            path = Path(entry.path)
+            written = any(path.is_relative_to(each) for each in self._inside)
+            above = any(each.is_relative_to(path) for each in self._inside)
+            if entry.name in _NOT_COPIED or path == self.scratch:
+                continue
+            if entry.is_dir(follow_symlinks=False) and (written or above or not self._links):
+                self._copy(path, target / entry.name)
+            elif entry.is_file(follow_symlinks=False) and (
+                written or not self._links or entry.stat().st_size <= _LINKED_BYTES
+            ):
+                shutil.copy2(path, target / entry.name)
+            elif entry.is_dir() or entry.is_file():
+                (target / entry.name).symlink_to(path.resolve())
+
+    def files(self) -> dict[Path, tuple[int, int]]:
+        """Return size and time of change (ns) of each file that may have been written, temporary ones too."""
+        found = {}
+        for path in (path for top in self.tops for path in _files(top)):
+            with suppress(OSError):
+                found[path] = (path.lstat().st_size, path.lstat().st_mtime_ns)
+        return found
+
+    def close(self) -> None:
+        """Remove every copy."""
+        for path in (self.scratch, *self.elsewhere):
+            _remove(path)
+
+
+def _files(top: Path) -> Iterator[Path]:
+    if top.is_file():
+        yield top
+    for folder, folders, names in os.walk(top):
+        folders[:] = [each for each in folders if each not in _NOT_COPIED]
+        yield from (path for name in names if not (path := Path(folder) / name).is_symlink())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,127 @@
+"""`holdfast chaos -- COMMAND`: does this training survive, and is it still the same training?"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+
+from holdfast.chaos.trying import KINDS, Campaign, Report, Row
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
+from holdfast.core.errors import PolicyError, did_you_mean
+from holdfast.core.text import sanitise
+
+_RESULTS = {
+    "exact": "[green]exact[/]", "changed": "[green]survives[/]", "survives": "[green]survives[/]",
+    "differs": "[red]ANOTHER TRAINING[/]", "older": "[red]WORK IS LOST[/]", "broken": "[red]NaN[/]",
+    "lost": "[red]DOES NOT SURVIVE[/]", "hangs": "[red]HANGS[/]", "not met": "[dim]did not occur[/]",
+    "not run": "[dim]not tried: no time[/]",
+}  # fmt: skip
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(help="What trains, such as: -- python train.py --lr 0.1")],
+    writes: Annotated[
+        list[Path] | None,
+        typer.Option(help="What the training writes, where the working directory is too large to be copied; may be "
+                     "repeated."),
+    ] = None,
+    only: Annotated[str, typer.Option(metavar="KINDS", help=f"Kinds of faults, of {','.join(KINDS)}.")] = "",
+    seed: Annotated[int, typer.Option(help="Decides the steps and bits of the faults.")] = 0,
+    budget: Annotated[str, typer.Option(help="After which no fault is begun, such as 90s, 10m, 2h.")] = "10m",
+    restarts: Annotated[int, typer.Option(min=1, help="How often the command is started again, per fault.")] = 3,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Disturb a training, start it again, and say whether it is still the same training.
+
+    The command runs twice undisturbed, then once for each fault, in copies of the working directory; nothing in it is
+    changed. Exit code: 0 if it survives all and comes out the same, 1 if not, 2 if it cannot be put to the test.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the copies are removed
+    with failing_clearly(as_json=as_json):
+        campaign = Campaign(
+            command, origin=Path.cwd(), writes=writes or (), only=_kinds(only), seed=seed,
+            budget_seconds=_seconds(budget), restarts=restarts, say=_say,
+        )  # fmt: skip
+        report = campaign.run()
+    signal.signal(signal.SIGTERM, before)
+    if as_json:
+        print_json(as_values(report))
+    else:
+        _print(report)
+    if not report.passed:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _kinds(only: str) -> list[str]:
+    found = [each.strip() for each in only.split(",") if each.strip()]
+    for each in found:
+        if each not in KINDS:
+            raise PolicyError(
+                f"there is no kind of faults {each!r}", limit=f"the kinds are {', '.join(KINDS)}",
+                fix=did_you_mean(each, KINDS, otherwise="take one of these."), rule="H729",
+            )  # fmt: skip
+    return found
+
+
+def _seconds(budget: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
+    if match is None or float(match[1]) == 0:
+        raise PolicyError(
+            f"--budget {budget!r} is no time", limit="it is a number with s, m or h", fix="write 10m.", rule="H729"
+        )
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _say(row: Row) -> None:
+    print(f"chaos: {row.fault}: {row.result}", file=sys.stderr, flush=True)
+
+
+def as_values(report: Report) -> dict[str, Any]:
+    """Return a report as JSON values."""
+    return {**asdict(report), "passed": report.passed, "verdict": _verdict(report)}
+
+
+def _verdict(report: Report) -> str:
+    tried = [row for row in report.rows if row.tried]
+    passed, survives = (sum(each) for each in ([row.passed for row in tried], [not row.lost for row in tried]))
+    found = f"it survives {survives} of {len(tried)} faults, and comes out as it should after {passed}"
+    if not tried:
+        found = "nothing could be tried"
+    elif passed == len(tried) and report.unsteady is not None:
+        found = f"it survives {passed} of {passed} faults. Whether it is the same training cannot be said: two "
+        found += f"undisturbed runs differ already, first in {report.unsteady}"
+    elif passed == len(tried):
+        found = f"it survives {passed} of {passed} faults, and is the same training after each, bit for bit"
+    missing = len(report.rows) - len(tried)
+    return f"{found}; {missing} more did not occur, or there was no time for them" if missing else found
+
+
+def _print(report: Report) -> None:
+    table = Table("fault", "result", "what happened", "starts", "lost", "left behind", box=SIMPLE)
+    for row in report.rows:
+        left = [f"{row.left_processes} processes"] if row.left_processes else []
+        left += [sanitise(each) for each in row.left_files[:3]]
+        table.add_row(
+            row.fault, _RESULTS[row.result], _escape(row.detail), str(row.attempts or ""),
+            f"{row.seconds_lost:.1f} s" if row.attempts else "", _escape(", ".join(left)),
+        )  # fmt: skip
+    out = console()
+    out.print(table)
+    out.print("Does it survive, and is it still the same training?", style="bold")
+    out.print(_escape(f"{_verdict(report)[:1].upper()}{_verdict(report)[1:]}."))
+    for remark in report.remarks:
+        out.print(_escape(f"Note: {remark}."))
+    out.print(f"{report.seconds:.0f} s; repeat it with --seed {report.seed}", style="dim")
+
+
+def _escape(text: str) -> str:
+    return sanitise(text).replace("[", r"\[")

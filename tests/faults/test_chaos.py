@@ -1,0 +1,200 @@
+"""`holdfast chaos`: what is planted in a training is found and named, and of one that is exact nothing is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.prepared import Prepared
+from typer.testing import CliRunner
+
+from holdfast.chaos import trials
+from holdfast.chaos.trying import Campaign, check_survives
+from holdfast.cli.main import make_app
+from holdfast.core.errors import PolicyError
+
+_PROGRAMS = Path(__file__).parents[2] / "evals" / "chaos" / "programs"
+_RANKS = """
+import os, sys, time, torch
+ranks = []
+for rank in range(2):
+    if (child := os.fork()) == 0:
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "2"
+        break
+    ranks.append(child)
+else:
+    for _ in ranks:
+        if os.wait()[1]:
+            [os.kill(child, 9) for child in ranks]
+            sys.exit(1)
+    sys.exit()
+torch.manual_seed(0)
+weight, file = torch.nn.Parameter(torch.randn(3)), f"rank{rank}.pt"
+optimizer, first = torch.optim.SGD([weight], 0.1), 0
+if os.path.exists(file):
+    saved = torch.load(file)
+    weight.data, first = saved["weight"], saved["step"]
+for step in range(first, 8):
+    while rank and not os.path.exists(f"step{step}"):
+        time.sleep(0.01)
+    loss = (weight * (step + 1 + rank * (first if "planted" in sys.argv else 0))).square().sum() / 100
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    torch.save({"weight": weight.data, "step": step + 1}, file + ".tmp")
+    os.replace(file + ".tmp", file)
+    open(f"step{step}", "w").close()
+os._exit(0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    """Let commands be forked from a process that has torch loaded."""
+    own = SimpleNamespace(
+        Popen=lambda command, **given: Prepared(command[7:], **given),
+        **{name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")},
+    )
+    monkeypatch.setattr(trials, "subprocess", own)
+
+
+@pytest.fixture
+def origin(tmp_path):
+    """Return a working directory with a file in it that a training would go on from."""
+    (tmp_path / "notes.txt").write_text("mine")
+    return tmp_path
+
+
+def command(name, *arguments):
+    return [sys.executable, str(_PROGRAMS / f"{name}.py"), *arguments]
+
+
+def tried(words, origin, *only):
+    return Campaign(words, origin=origin, only=only, seed=3, restarts=2).run()
+
+
+def test_of_a_training_that_resumes_exactly_nothing_is_said(origin):
+    """Asked to end, killed in a save, with damaged files, without memory: it is the same, and no file is touched."""
+    before = {path: path.read_bytes() for path in origin.rglob("*") if path.is_file()}
+    kinds = ("term", "save", "eval", "memory", "disk", "damage")
+    report = tried(command("classifier", "+checked"), origin, *kinds)
+    assert {row.kind for row in report.rows} == set(kinds)
+    assert [(row.fault, row.result, row.detail) for row in report.rows if row.result != "exact"] == []
+    assert report.passed
+    assert report.unsteady is None
+    assert {path: path.read_bytes() for path in origin.rglob("*") if path.is_file()} == before
+    assert sum(row.comparison["steps_again"] for row in report.rows) > 0
+
+
+@pytest.mark.parametrize(
+    ("program", "planted", "kind", "result", "words"),
+    [
+        (
+            "classifier",
+            "optimizer state dropped",
+            "term",
+            "differs",
+            "the state of the optimizer differs at the start",
+        ),
+        ("classifier", "epoch repeated", "term", "differs", "the loader gives another batch: that of step"),
+        ("classifier", "written in place", "save", "lost", "exit code 1"),
+        ("classifier", "older checkpoint", "kill", "older", "was saved"),
+        ("language", "EMA not saved", "term", "differs", "the last save into average.pt differs in"),
+        ("language", "numpy state not saved", "term", "differs", "the random state of numpy differs"),
+        ("classifier", "", "nan", "broken", "NaN"),
+    ],
+)
+def test_a_planted_loss_is_found_and_named(origin, program, planted, kind, result, words):
+    """What is said first is what was planted."""
+    report = tried(command(program, planted), origin, kind)
+    assert not report.passed
+    assert (result, True) in [(row.result, words in row.detail) for row in report.rows]
+
+
+def test_a_model_is_copied_and_pickled_as_without_us(origin):
+    """An average made by `deepcopy`, and a model saved whole, come out exactly, through open files too."""
+    (origin / "train.py").write_text(
+        "import copy, os, torch\ntorch.manual_seed(0)\nfirst, model = 0, torch.nn.Linear(3, 1)\n"
+        "torch.serialization.add_safe_globals([torch.nn.Linear])\n"
+        "if os.path.exists('model.pt'):\n    first, model = torch.load('model.pt', weights_only=True)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\naverage = copy.deepcopy(model)\n"
+        "for step in range(first, 6):\n    model(torch.ones(2, 3) * step).square().mean().backward()\n"
+        "    average(torch.ones(1, 3))\n    optimizer.step()\n    optimizer.zero_grad()\n"
+        "    with open('new.pt', 'wb') as file:\n        torch.save([step + 1, model], file)\n"
+        "    os.replace('new.pt', 'model.pt')\n"
+    )
+    report = tried([sys.executable, "train.py"], origin, "term", "save")
+    assert [(row.kind, row.result) for row in report.rows] == [("term", "exact"), *[("save", "exact")] * 2]
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_each_rank_is_compared_with_itself(origin, planted):
+    """A rank that is killed is started again with the others; what only another rank does wrong is found."""
+    (origin / "ranks.py").write_text(_RANKS)
+    report = tried([sys.executable, "ranks.py", *["planted"] * planted], origin, "kill")
+    assert {row.result for row in report.rows} == {"differs" if planted else "exact"}
+
+
+def test_a_training_that_nobody_can_repeat_is_called_so(origin):
+    """Two undisturbed runs that differ are compared no further: it survives, and where they differ is said."""
+    (origin / "train.py").write_text(
+        "import torch\ntorch.seed()\nweight = torch.nn.Parameter(torch.randn(3))\n"
+        "optimizer = torch.optim.SGD([weight], 0.1)\n"
+        "for _ in range(5):\n    (weight ** 2).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    report = tried([sys.executable, "train.py"], origin, "first")
+    assert [row.result for row in report.rows] == ["survives"]
+    assert report.unsteady is not None
+    assert report.unsteady.step == 1
+    assert "no checkpoint" in report.remarks[0]
+
+
+_STEPS = "import torch\nw = torch.nn.Parameter(torch.ones(1))\no = torch.optim.SGD([w], 0.1)\n"
+_STEPS += "for _ in range({}):\n    (w * w).backward()\n    o.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("import torch", "made no step"),
+        (_STEPS.format(2), "fewer than 4 steps"),
+        ("raise SystemExit('no data')", "fails when nobody disturbs it, with exit code 1: no data"),
+        (_STEPS.format(5) + "torch.save(w, '{elsewhere}')", "writes outside of the working directory"),
+    ],
+)
+def test_a_command_that_cannot_be_put_to_the_test_is_refused(origin, tmp_path_factory, script, words):
+    """What is wrong is said, with what to do, before any fault."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "weights.pt"
+    (origin / "train.py").write_text(script.replace("{elsewhere}", str(elsewhere)))
+    with pytest.raises(PolicyError, match=words):
+        tried([sys.executable, "train.py"], origin)
+
+
+def test_the_command_line_says_it_in_words_and_for_machines(origin, monkeypatch):
+    """Exit code 1 for a training that is another one afterwards; --json holds each trial; 2 is wrong use."""
+    monkeypatch.chdir(origin)
+    ask = CliRunner().invoke
+    app = make_app("chaos", "events")  # two, so that the name of the command is expected
+    words = ["--", *command("classifier", "momentum reset")]
+    ended = ask(app, ["chaos", "--json", "--only", "term", *words])
+    found = json.loads(ended.stdout)
+    assert (ended.exit_code, found["passed"], found["rows"][0]["result"]) == (1, False, "differs")
+    assert found["rows"][0]["comparison"]["differences"][0]["what"] == "optimizer"
+    ended = ask(app, ["chaos", "--only", "term", *words[:-1]])
+    assert ended.exit_code == 0
+    assert "is the same training after each, bit for bit" in ended.stdout
+    for wrong in (["--only", "kil"], ["--budget", "soon"]):
+        ended = ask(app, ["chaos", *wrong, *words])
+        assert ended.exit_code == 2
+        assert "H729" in ended.stderr
+
+
+def test_a_test_can_ask_for_it(origin):
+    """`check_survives` returns the report of a training that survives, and raises for another one, with the rows."""
+    assert check_survives(command("classifier"), cwd=origin, only=["term"]).passed
+    with pytest.raises(AssertionError, match=r"SIGTERM in step .*: differs: step .*: the learning rate"):
+        check_survives(command("classifier", "learning rate from the start"), cwd=origin, only=["term"])
