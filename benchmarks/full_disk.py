@@ -21,12 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recipes.demo.small_disk import command_with_small_disk
+
 from benchmarks.forks import in_a_fork, single_threaded
 from benchmarks.results_file import Result, read_options
 from benchmarks.sigkill import reference_digest
 from benchmarks.small_training import STEPS, Training, train_guarded
 from holdfast import CheckpointError
-from holdfast.chaos.small_disk import command_with_small_disk
 from holdfast.checkpoint.store import Store
 from holdfast.recorder.reader import read_events
 from holdfast.testing import fill_disk

@@ -17,7 +17,6 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from holdfast.chaos.small_disk import command_with_small_disk
 from holdfast.cli.output import (
     CHECK_FAILED,
     ERROR,
@@ -29,6 +28,7 @@ from holdfast.cli.output import (
     print_json,
 )
 from holdfast.core.errors import PolicyError
+from recipes.demo.small_disk import command_with_small_disk
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}

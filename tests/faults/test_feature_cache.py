@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipes.demo.small_disk import command_with_small_disk
 from tests.prepared import Prepared
-
-from holdfast.chaos.small_disk import command_with_small_disk
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from recipes.demo.small_disk import command_with_small_disk
 from tests.faults.small_run import same, train
 
 import holdfast
-from holdfast.chaos.small_disk import command_with_small_disk
 from holdfast.testing import flip_bit
 
 
