@@ -63,7 +63,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "leak_lines": ("supervise/leaks",),
     "loader_faults": ("loader",),
     "loader_overhead": ("loader",),
-    "loader_tuning": ("loader",),
     "malloc_threshold": ("memory/host_memory.py",),
     "nan_batches": (*_STEP, "numerics"),
     "numerics_overhead": (*_STEP, "numerics"),

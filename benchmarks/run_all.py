@@ -22,7 +22,6 @@ SCRIPTS = (
     "recorder",
     "order",
     "loader_overhead",
-    "loader_tuning",
     "feature_cache",
     "async_saving",
     "forecast_large",

@@ -20,7 +20,6 @@ from holdfast.loader.streams.sharding import divides_among_ranks
 
 _TORCH = inspect.signature(TorchDataLoader.__init__)
 _AS_TORCH = ("pin_memory", "worker_init_fn", "prefetch_factor", "pin_memory_device")
-AUTO = "auto"
 
 
 def check_arguments(
@@ -35,7 +34,7 @@ def check_arguments(
     several = prefetch is None or (isinstance(prefetch, int) and prefetch > 0)
     stream = isinstance(dataset, IterableDataset)
     reads_one = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
-    _need(workers == AUTO or whole, f"num_workers={workers!r}", "it is a number", 'pass one, or "auto".')
+    _need(whole, f"num_workers={workers!r}", "it is a number", "pass one; H630 says when it is too many.")
     _need(several, f"prefetch_factor={prefetch!r}", "each worker has a batch under way", "pass 1 or more.")
     _need(
         workers or not given.get("timeout"), "timeout with num_workers=0", "only workers are waited for", "omit it."
@@ -83,22 +82,6 @@ def _check_order(dataset: Any, given: dict[str, Any]) -> None:
             "some would never come, or are not there",
             "make it for this dataset: one length for each sample.",
         )
-
-
-def without_auto(given: dict[str, Any], *, sharded: bool) -> dict[str, Any]:
-    """Return torch's arguments for a loader that begins without workers, if they are to be chosen, or H607."""
-    if given.get("num_workers") != AUTO:
-        return given
-    _need(
-        not sharded,
-        "num_workers='auto' with a dataset that divides its items among workers itself",
-        "which item comes when would depend on what is chosen, and on the first batches, made without workers",
-        "pass a number of workers, or sharded=False if it does not divide them.",
-    )
-    for_workers = {name: given[name] for name in ("timeout", "multiprocessing_context") if name in given}
-    TorchDataLoader(given["dataset"], num_workers=1, **for_workers)  # raises what torch would raise
-    later = {"num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"}
-    return {name: value for name, value in given.items() if name not in later}
 
 
 def start_method(context: Any) -> str | None:

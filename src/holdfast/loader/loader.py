@@ -24,7 +24,6 @@ from holdfast.core.errors import LoaderError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import EventData
 from holdfast.loader.arguments import (
-    AUTO,
     as_torch,
     check_arguments,
     check_position,
@@ -32,9 +31,7 @@ from holdfast.loader.arguments import (
     ranks_of,
     start_method,
     why_undivided,
-    without_auto,
 )
-from holdfast.loader.auto_workers import WorkerProbe
 from holdfast.loader.device_prefetch import prefetched
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
@@ -54,7 +51,6 @@ from holdfast.loader.workers.pool import WorkerSettings
 from holdfast.loader.workers.recovery import WorkerRecovery
 
 _log = logging.getLogger("holdfast")
-_READS_ALL = "each worker would read the whole stream, since it does not divide its items"
 
 
 class Place(NamedTuple):
@@ -146,11 +142,10 @@ class DataLoader(TorchDataLoader[Any]):
         world_size: Number of ranks; None: as ``torch.distributed`` says.
         device: Where batches are copied to, one ahead of the loop on a stream of its own; best with
             ``pin_memory=True``. None leaves them on the host.
-        **kwargs: As torch. With ``num_workers="auto"`` the first batches are made with 0, 1, 2, 4 ... workers, for as
-            long as the loop waits less by it, and the best number stays. ``timeout`` is how long the loop waits for a
-            batch before workers are replaced; also without it a worker that is stuck is found, after a minute or
-            eight times the longest sample so far. Its start and ``worker_init_fn`` may take ten times as long.
-            Batches always come in order, since a position is one number: ``in_order=False`` is taken as True.
+        **kwargs: As torch. ``timeout`` is how long the loop waits for a batch before workers are replaced; also
+            without it a worker that is stuck is found, after a minute or eight times the longest sample so far. Its
+            start and ``worker_init_fn`` may take ten times as long. Batches always come in order, since a position is
+            one number: ``in_order=False`` is taken as True.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used, H610 for a dataset
@@ -181,7 +176,7 @@ class DataLoader(TorchDataLoader[Any]):
         by_code = sharded is None and self._iterable and shards_itself(dataset, given.get("worker_init_fn"))
         self.sharded = self._iterable and (by_code if sharded is None else sharded)
         self._sharding_given = sharded is not None
-        super().__init__(**without_auto(given, sharded=self.sharded))
+        super().__init__(**given)
         self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
         named = rank is not None
         self._undivided = why_undivided(dataset, sharded=self.sharded) if self._iterable and not named else ""
@@ -213,14 +208,8 @@ class DataLoader(TorchDataLoader[Any]):
             keep=keep,
         )
         self._recovery = WorkerRecovery(settings, emit)
-        self.probe: WorkerProbe | None = None
-        """What chooses the workers; None if they were given."""
         self._checked: set[str] = set()  # rules of which was warned
         self._unchecked = self.num_workers > 0
-        if given.get("num_workers") == AUTO:
-            most = (1, _READS_ALL) if self._iterable else None
-            apply = WeakCall(self, "_use_workers")
-            self.probe = WorkerProbe(given.get("prefetch_factor"), most, settings, apply=apply, emit=emit)
 
     # --- what happens ---------------------------------------------------------------------------------------
 
@@ -233,8 +222,7 @@ class DataLoader(TorchDataLoader[Any]):
         if self._record is not None:
             self._record(data)
         else:
-            level = logging.INFO if isinstance(data, run_events.WorkersChosen) else logging.WARNING
-            _log.log(level, "%s: %s", data.kind, ", ".join(f"{name}={fact!r}" for name, fact in data.facts().items()))
+            _log.warning("%s: %s", data.kind, ", ".join(f"{name}={fact!r}" for name, fact in data.facts().items()))
 
     def quarantine(self, index: int, kind: str, evidence: str) -> None:
         """Replace a sample by another one from the next epoch on; H612 if that would be one too many."""
@@ -313,10 +301,7 @@ class DataLoader(TorchDataLoader[Any]):
         if self._unchecked:
             self._check_machine()
         self._under_way = True  # not before: after what raises until here, the epoch is still the next one
-        made = self._recovery.batches(source)
-        if self.probe is not None:
-            made = self.probe.passing(made)
-        with contextlib.closing(made):
+        with contextlib.closing(self._recovery.batches(source)) as made:
             for count, (batch, report) in enumerate(made, start=self._at.position + 1):
                 if report.fatal is not None:
                     yield _Failed(as_error(report.fatal, report))
@@ -339,11 +324,6 @@ class DataLoader(TorchDataLoader[Any]):
                 "iteration; if your loop counts this epoch as done, call loader.set_epoch(epoch) before each"
             )
             self._emit(run_events.NothingLeft(epoch=self._epoch, why=why))
-
-    def _use_workers(self, workers: int) -> None:
-        assert self.probe is not None
-        self.num_workers, self.prefetch_factor = workers, self.probe.prefetch_factor if workers else None
-        self._recovery.change(workers, self.prefetch_factor)
 
     def _map_source(self) -> MapSource:
         assert self._plan is not None

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from holdfast.core.control_groups import cpu_quota
 from holdfast.core.events.run_events import Preflight
 from holdfast.core.text import size
 from holdfast.loader.splitting import tensors_in
-
-_MOST_WORKERS = 64  # for one training process, however large the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +38,6 @@ class Machine:
             found = os.statvfs("/dev/shm")  # noqa: S108 - no file is made
             free = found.f_bavail * found.f_frsize
         return cls(cpu_quota=cpu_quota(), shared_memory_free_bytes=free)
-
-    @classmethod
-    def of_this_rank(cls) -> Machine:
-        """Return what is left to one of the LOCAL_WORLD_SIZE processes that a launcher has started on it."""
-        here, given = cls.here(), os.environ.get("LOCAL_WORLD_SIZE", "")
-        processes = max(1, int(given)) if given.isdecimal() else 1
-        free = here.shared_memory_free_bytes
-        part = None if free is None else free // processes
-        return replace(here, cpu_quota=here.cpu_quota / processes, shared_memory_free_bytes=part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +72,7 @@ def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
         yield Preflight(
             what=f"num_workers={load.num_workers} on {machine.cpu_quota:g} processors (affinity and quota)",
             limit="workers that compute get slower beyond that; workers that wait for a disk or a network do not",
-            fix=f"pass num_workers={most} if loading computes, or num_workers='auto' to have it measured.",
+            fix=f"pass num_workers={most} if loading computes.",
             rule="H630",
         )
     asked = (
@@ -98,15 +87,3 @@ def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
             rule="H631",
             certain=load.batch_bytes > free,
         )
-
-
-def most_workers(load: Load, machine: Machine) -> tuple[int, str]:
-    """Return the most workers that the machine is enough for, and what limits them."""
-    processors = max(1, math.floor(machine.cpu_quota))
-    most, why = min(processors, _MOST_WORKERS), f"there are {machine.cpu_quota:g} processors"
-    while most:
-        found = [each for each in concerns(replace(load, num_workers=most), machine) if each.rule != "H630"]
-        if not found:
-            break
-        most, why = most - 1, found[0].what
-    return most, why

@@ -30,7 +30,7 @@ class Quarantined:
     """One sample that is quarantined, from `epoch` on.
 
     Args:
-        index: Dataset index: a number, text, bytes, or a tuple of these.
+        index: Dataset index: a number, text, or a tuple of these.
         kind: ``"raised"``, ``"hung"``, ``"killed its worker"``, or ``"provenance"``.
         epoch: From this one on it is replaced.
         evidence: A traceback, or what was seen.
@@ -130,7 +130,7 @@ class Ledger:
     def _write(self) -> None:
         if self._path is not None:
             body = {"format": _FORMAT, "samples": [asdict(each) for each in self]}
-            replace_file(self._path, json.dumps(body, indent=1, default=_as_json).encode() + b"\n")
+            replace_file(self._path, json.dumps(body, indent=1).encode() + b"\n")
 
     def _too_many(self, what: str) -> LoaderError:
         return LoaderError(
@@ -151,7 +151,7 @@ def last_line(evidence: str) -> str:
 def key_of(index: Any) -> Any:
     """Return what an index is known by here, and in a file: numpy's numbers are numbers, lists are tuples.
 
-    What a file cannot hold, or a set, such as a slice or a path, is known by its text.
+    What a file cannot hold, or a set, such as bytes, a slice or a path, is known by its text.
     """
     if type(index) is int:
         return index
@@ -161,7 +161,7 @@ def key_of(index: Any) -> Any:
         return key_of(index.tolist())
     if hasattr(index, "__index__"):
         return int(index)
-    return index if index is None or isinstance(index, (str, bytes, float)) else repr(index)
+    return index if index is None or isinstance(index, (str, float)) else repr(index)
 
 
 def plain(index: Any) -> int | str:
@@ -178,18 +178,10 @@ def _some(indices: list[Any]) -> str:
     return ", ".join(map(repr, indices[:10])) + (", ..." if len(indices) > 10 else "")
 
 
-def _as_json(index: Any) -> Any:
-    return {"bytes": index.hex()} if isinstance(index, bytes) else repr(index)
-
-
-def _from_json(found: dict[str, Any]) -> Any:
-    return bytes.fromhex(found["bytes"]) if found.keys() == {"bytes"} else found
-
-
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
     """Return the ledger of a run by index, empty if there is none; H617 for a file that is no ledger."""
     try:
-        body = json.loads(read_file(path, 1 << 30), object_hook=_from_json)
+        body = json.loads(read_file(path, 1 << 30))
         if body["format"] != _FORMAT:
             raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")  # noqa: TRY301
         return {each.index: each for each in map(_checked, body["samples"])}

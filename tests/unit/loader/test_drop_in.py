@@ -98,7 +98,7 @@ def test_a_loader_can_be_copied_and_sent_to_a_process() -> None:
     assert "loader_healed" not in events
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}, {"num_workers": "auto"}])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_loader_is_gone_with_its_last_reference(options: dict[str, Any]) -> None:
     """And its kept workers with it, as torch's: garbage may not be collected for a long time."""
     gc.collect()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from holdfast.core.control_groups import memory_available_bytes
-from holdfast.loader.machine import Load, Machine, concerns, cpu_quota, most_workers
+from holdfast.core.errors import LoaderError
+from holdfast.loader.loader import DataLoader
+from holdfast.loader.machine import Load, Machine, concerns, cpu_quota
 
 GIB = 2**30
 MEMINFO = "MemTotal:       32879140 kB\nMemFree:         1048576 kB\nMemAvailable:   16777216 kB\n"
@@ -87,17 +90,6 @@ def test_memory_is_what_the_tightest_group_leaves(tmp_path: Path, limit: int, ex
     assert memory_available_bytes(machine(tmp_path, files)) == expected
 
 
-def test_processes_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four training processes each gets a quarter."""
-    whole = Machine.here()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    part = Machine.of_this_rank()
-    assert part.cpu_quota == whole.cpu_quota / 4
-    assert (part.shared_memory_free_bytes or 0) <= (whole.shared_memory_free_bytes or 0) // 4 + 2**20
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
-    assert Machine.of_this_rank().cpu_quota == whole.cpu_quota
-
-
 MACHINE = Machine(cpu_quota=4, shared_memory_free_bytes=100 * 2**20)
 
 
@@ -127,19 +119,33 @@ def test_nothing_speaks_against_what_fits_or_cannot_be_known() -> None:
     assert not list(concerns(heavy, Machine(cpu_quota=4)))
 
 
-def test_the_most_workers_are_what_processors_and_memory_allow() -> None:
-    """The tightest of them is named; where a single worker does not fit there are none."""
-    assert most_workers(Load(num_workers=0), MACHINE) == (4, "there are 4 processors")
-    most, why = most_workers(Load(num_workers=0, batch_bytes=2**24), MACHINE)
-    assert most == 2
-    assert "3 workers x prefetch_factor=2" in why
-    assert most_workers(Load(num_workers=0, batch_bytes=2**30), MACHINE)[0] == 0
-    assert most_workers(Load(num_workers=0), Machine(cpu_quota=0.5))[0] == 1
-    assert most_workers(Load(num_workers=0), Machine(cpu_quota=900))[0] == 64
-
-
 def test_a_view_weighs_what_it_looks_into() -> None:
     """It is sent with its whole memory; two views of one memory are sent once."""
     whole = torch.zeros(100, dtype=torch.float64)
     load = Load.of({"a": whole[:2], "b": [whole[3:], "text"], "c": torch.zeros(5)}, 2, None)
     assert (load.batch_bytes, load.prefetch_factor) == (820, 2)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_number_that_is_given_is_checked_against_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before workers start, and again when the size of a batch is known; each rule is an event once."""
+    machine = Machine(cpu_quota=1, shared_memory_free_bytes=50)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
+    loader = DataLoader(torch.zeros(24), batch_size=4, num_workers=2)
+    rules: list[Any] = []
+    loader._record = lambda data: rules.append(data.rule)
+    batches = iter(loader)
+    next(batches)
+    assert rules == ["H630", "H631"]
+    assert len(list(batches)) == 5
+    list(loader)
+    assert rules == ["H630", "H631"]
+
+
+def test_workers_are_a_number() -> None:
+    """Neither they nor what each prefetches is chosen here; the error says how a number is judged."""
+    for options in ({"prefetch_factor": "auto"}, {"prefetch_factor": 0}, {"num_workers": "auto"}):
+        with pytest.raises(LoaderError) as caught:
+            DataLoader([1], **{"num_workers": 1, **options})
+        assert caught.value.rule == "H607"
+    assert "H630 says when it is too many" in str(caught.value)

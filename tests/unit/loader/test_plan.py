@@ -281,6 +281,6 @@ def test_samples_are_read_one_by_one_or_as_one_key() -> None:
 def test_a_loader_that_is_made_sets_no_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch, the program may still choose how workers are started."""
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)  # type: ignore[attr-defined]
-    for workers in (0, 1, "auto"):
+    for workers in (0, 1):
         DataLoader(_DATA, num_workers=workers)
         assert multiprocessing.get_start_method(allow_none=True) is None

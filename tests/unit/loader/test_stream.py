@@ -287,18 +287,6 @@ def test_a_worker_that_dies_changes_nothing(make: Callable[[Path | None], Any], 
     assert any("SIGKILL" in cause for cause in causes), causes
 
 
-@pytest.mark.parametrize("noise", [_nothing, _varying])
-def test_a_worker_that_takes_over_leaves_the_order_as_it_was_drawn(noise: Callable[[int], float]) -> None:
-    """As with ``"auto"``, where the first batches are read here, and the rest of the epoch by a worker."""
-    expected = _items(_loader(_ordered(_by_torch, noise), batch_size=1))
-    for cut in (1, 2, 9):
-        loader = _loader(_ordered(_by_torch, noise), batch_size=1, sharded=False)
-        batches = iter(loader)
-        found = _items(itertools.islice(batches, cut))
-        loader._recovery.change(1, 2)
-        assert found + _items(batches) == expected
-
-
 @pytest.mark.parametrize(("noise", "more"), [(_nothing, 0), (_late, 0), (_fixed, 1), (_varying, 1)])
 def test_an_item_is_read_twice_only_where_the_iterator_may_draw_as_it_begins(
     noise: Callable[[int], float], more: int

@@ -480,14 +480,6 @@ class EpochSetBack(_Why):
     now: int
 
 
-class WorkersChosen(EventData):
-    """How many workers load from now on, and how far ahead."""
-
-    num_workers: int
-    prefetch_factor: int | None
-    reason: str
-
-
 class Preflight(EventData):
     """Loading will probably fail or be slow; it is certain if a single batch is too much."""
 

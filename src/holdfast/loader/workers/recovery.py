@@ -52,13 +52,6 @@ class WorkerRecovery:
         self._stuck_in_a_row = 0
         self._longest = 0.0
         self._asked_at = 0.0
-        self._changed = False
-
-    def change(self, workers: int, prefetch_factor: int | None) -> None:
-        """Go on with other workers after this batch; which samples come, and in which order, stays."""
-        self.settings.workers = workers
-        self.settings.options = {**self.settings.options, "prefetch_factor": prefetch_factor}
-        self._changed = True
 
     def batches(self, source: Source) -> Generator[tuple[Any, Report]]:
         """Yield the batches of a source with their reports."""
@@ -67,9 +60,6 @@ class WorkerRecovery:
         self._in_a_row = self._stuck_in_a_row = 0
         try:
             while True:
-                if self._changed:
-                    pool.close()
-                    pool, begun, self._changed = self._start(source), False, False
                 loss: Loss | None = None
                 try:
                     if not begun:
@@ -124,7 +114,6 @@ class WorkerRecovery:
         return kept
 
     def _leave(self, pool: WorkerPool) -> None:
-        self._changed = False
         self._longest = max(self._longest, pool.longest_seconds)
         if self.settings.keep and self._kept is None and pool.can_go_on:
             self._kept = pool
