@@ -125,7 +125,7 @@ def test_the_commands_and_their_flags() -> None:
         "doctor": ["--json", "--run-dir"],
         "report": ["--json", "--out"],
         "events": ["--json", "--kind"],
-        "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--tensorboard", "--wandb"],
+        "metrics": ["--follow", "--json", "--jsonl", "--tensorboard", "--wandb"],
         "plan": [
             "--device",
             "--global-batch-size",

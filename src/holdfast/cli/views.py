@@ -157,11 +157,10 @@ def metrics(
     tensorboard: Annotated[str | None, typer.Option(metavar="DIR", help="Event files.")] = None,
     jsonl: Annotated[str | None, typer.Option(metavar="FILE|-", help="Lines of JSON, appended.")] = None,
     wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Weights & Biases.")] = None,
-    mlflow: Annotated[str | None, typer.Option(metavar="URI", help="MLflow.")] = None,
     follow_run: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Copy steps and events of a run to TensorBoard, JSON lines, Weights & Biases or MLflow.
+    """Copy steps and events of a run to TensorBoard, JSON lines or Weights & Biases.
 
     Exit code 1: some sink failed on the way.
     """
@@ -169,7 +168,7 @@ def metrics(
     from holdfast.report.metrics.sinks import open_sinks
     from holdfast.report.sources import check_run
 
-    given = {"tensorboard": tensorboard, "jsonl": jsonl, "wandb": wandb, "mlflow": mlflow}
+    given = {"tensorboard": tensorboard, "jsonl": jsonl, "wandb": wandb}
     wanted = {name: target for name, target in given.items() if target is not None}
     with failing_clearly(as_json=as_json):
         path = check_run(run_dir)

@@ -183,7 +183,7 @@ def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path):
 
 def test_a_missing_client_names_its_extra(tmp_path, monkeypatch):
     """Each optional client that is not there is an H742 that says what to install."""
-    clients = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+    clients = {"tensorboard": "tensorboardX", "wandb": "wandb"}
     for kind, module in clients.items():
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(PolicyError, match=rf"holdfast\[{kind if kind == module else 'metrics'}\]") as caught:
@@ -208,21 +208,3 @@ def test_weights_and_biases_gets_every_step(tmp_path, monkeypatch):
     assert summary["trainer/loss"] == pytest.approx(2.5 / math.sqrt(5))
     assert summary["step"] == 5
     assert summary["events/exception"] == 1
-
-
-def test_mlflow_gets_every_step(tmp_path, monkeypatch):
-    """Read back with its own client from a store in files, which is all that the skinny client has."""
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    from mlflow import MlflowClient
-
-    uri = (tmp_path / "mlruns").as_uri()
-    run = make_run(tmp_path / "run", steps=5)
-    assert copied(run, mlflow=uri).failures == ()
-    client = MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("holdfast")
-    (found,) = client.search_runs([experiment.experiment_id])
-    assert found.info.status == "FINISHED"
-    history = client.get_metric_history(found.info.run_id, "trainer/loss")
-    assert [metric.step for metric in history] == [1, 2, 3, 4, 5]
-    assert found.data.metrics["events/exception"] == 1

@@ -1,1 +1,1 @@
-"""Metrics where people already look: TensorBoard, JSON lines, Weights & Biases, MLflow."""
+"""Metrics where people already look: TensorBoard, JSON lines, Weights & Biases."""

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
-from holdfast.report.metrics.clients import JsonLines, MlflowRun, TensorBoard, WandbRun
+from holdfast.report.metrics.clients import JsonLines, TensorBoard, WandbRun
 from holdfast.report.metrics.copying import Sink
 
 _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "tensorboard": lambda target, _run: TensorBoard(Path(target)),
     "jsonl": lambda target, _run: JsonLines(target),
     "wandb": lambda target, run: WandbRun(target, run.name),
-    "mlflow": lambda target, run: MlflowRun(target, run.name),
 }
 
 
@@ -30,7 +29,7 @@ def _open(kind: str, target: str, run: Path) -> Sink:
     try:
         return _OPENERS[kind](target, run)
     except ImportError as error:
-        extra = kind if kind in ("wandb", "mlflow") else "metrics"
+        extra = kind if kind == "wandb" else "metrics"
         raise PolicyError(
             f"the client for {kind} is not installed ({error.name})",
             limit="metrics are written by the clients that their projects maintain",
