@@ -409,8 +409,8 @@ class Guard:
 
         Args:
             tag: Letters, digits, ``-``, ``_`` and ``.``, 64 at most.
-            image: Array or tensor, shape ``(height, width)`` or ``(height, width, 3)``, uint8 or floats from 0 to 1;
-                or the bytes of a PNG file. What lies outside is clipped, NaN is black; the event counts both.
+            image: Array or tensor, shape ``(height, width)`` or ``(height, width, 3)``, uint8 or floats from 0 to 1.
+                What lies outside is clipped, NaN is black; the event counts both.
 
         Raises:
             PolicyError: H105, for a tag or an image that cannot be used. A full disk raises nothing.

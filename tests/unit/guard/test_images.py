@@ -67,15 +67,9 @@ def test_the_file_is_the_image_and_the_event_names_it(guard, tmp_path):
     assert event.data == {"tag": "grid-0", "path": "images/grid-0/0.png", **odd}
 
 
-def test_a_png_file_is_kept_as_it_is(guard, tmp_path):
-    """Bytes of a PNG file are written unchanged, and other bytes are refused."""
-    guard.add_image("a", np.zeros((3, 7), np.uint8))
-    png = (tmp_path / "images/a/0.png").read_bytes()
-    guard.add_image("b", png)
-    assert (tmp_path / "images/b/0.png").read_bytes() == png
-    assert png_size(png) == (7, 3)
-    for broken in (b"", b"GIF89a", png[:-1], png + b"x", png[:40] + b"\xff" + png[41:], png[:8] + png[33:]):
-        assert "PNG" in refusal(guard, "b", broken)
+def test_bytes_of_a_file_are_refused_with_the_way_to_decode_them(guard):
+    """An image is what numpy makes an array of."""
+    assert "PIL.Image.open" in refusal(guard, "a", b"\x89PNG")
 
 
 def test_what_cannot_be_an_image_is_refused_with_the_fix(guard):

@@ -62,7 +62,7 @@ def test_what_is_no_image_is_passed_over_with_a_sentence(tmp_path):
     assert [(seen.tag, seen.global_step) for seen in picture.images] == [("good", 5)]
     told = [problem for problem in picture.problems if "is left out" in problem]
     assert [problem.split(" is ")[0] for problem in told] == [f"image good of step {step}" for step in (4, 3, 2, 1)]
-    assert "not a PNG file" in told[2]
+    assert "not a whole PNG file" in told[2]
     assert told[0] in " ".join(parsed(render(picture)).texts["p"])
 
 
