@@ -13,7 +13,7 @@ from holdfast.cli.main import make_app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-_COSTS = ("step_overhead", "numerics_overhead", "malloc_threshold")
+_COSTS = ("step_overhead", "numerics_overhead", "malloc_threshold", "gpu_step_overhead")
 
 
 def test_the_loop_of_the_readme_runs_before_and_after(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_every_figure_of_the_readme_is_in_a_result_file() -> None:
     shown = re.findall(r"[\d.]+(?: µs)? \([\d.]+ to [\d.]+\)", costs.partition("\n## ")[0])
     results = [json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text()) for name in _COSTS]
     rows = [row(figure) for result in results for figure in result["figures"]]
-    assert len(shown) == 8
+    assert len(shown) == 10
     assert [each for each in shown if not any(each in given for given in rows)] == []
 
 
