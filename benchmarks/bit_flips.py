@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recipes.demo.campaign import flip_random_bit
 
 from benchmarks.forks import Fate, in_a_fork, single_threaded
 from benchmarks.results_file import Result, read_options
 from benchmarks.small_training import Training, train_guarded
 from holdfast import CheckpointError
 from holdfast.checkpoint.store import Store
-from holdfast.testing import flip_bit, flip_random_bit
+from holdfast.testing import flip_bit
 
 _STEPS = 16
 

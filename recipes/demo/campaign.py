@@ -20,13 +20,29 @@ from typing import Any
 
 from holdfast.checkpoint.store import Store
 from holdfast.recorder.black_box import StepMark
-from holdfast.testing import flip_random_bit
+from holdfast.testing import flip_bit
 from recipes.demo.demo_run import DemoRun
 
 _SAMPLE = {"from_step": 12}
 _WORKER_FAULTS = 3
 _ROUNDING = 1e-4  # fp32 rounds a weight to 6e-8 of itself, and an update here is about 1 % of a weight
 _WITHOUT_BATCH = "bit-identical to a plain loop without this batch"
+
+
+def flip_random_bit(directory: Path, chance: random.Random) -> tuple[Path, int]:
+    """Flip one bit in one of the files of a directory, each bit being as likely as any other.
+
+    Returns:
+        The file and the number of the bit.
+    """
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
+    bit = chance.randrange(sum(8 * path.stat().st_size for path in files))
+    for path in files:
+        if bit < 8 * path.stat().st_size:
+            flip_bit(path, bit)
+            return path, bit
+        bit -= 8 * path.stat().st_size
+    raise FileNotFoundError(f"{directory} holds no bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ The faults are the system's own: an allocation fails because the kernel refuses 
 from __future__ import annotations
 
 import os
-import random
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,22 +85,6 @@ def flip_bit(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit % 8)]))
         file.flush()
         os.fsync(file.fileno())
-
-
-def flip_random_bit(directory: Path, chance: random.Random) -> tuple[Path, int]:
-    """Flip one bit in one of the files of a directory, each bit being as likely as any other.
-
-    Returns:
-        The file and the number of the bit.
-    """
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
-    bit = chance.randrange(sum(8 * path.stat().st_size for path in files))
-    for path in files:
-        if bit < 8 * path.stat().st_size:
-            flip_bit(path, bit)
-            return path, bit
-        bit -= 8 * path.stat().st_size
-    raise FileNotFoundError(f"{directory} holds no bytes")
 
 
 def fill_disk(file: Path, *, leave_bytes: int = 0) -> None:

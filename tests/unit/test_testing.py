@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recipes.demo.campaign import flip_random_bit
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from holdfast.loader.loader import DataLoader
@@ -24,7 +25,6 @@ from holdfast.testing import (
     data_segment_bytes,
     fill_disk,
     flip_bit,
-    flip_random_bit,
     limit_memory,
     memory_limited,
 )

@@ -124,14 +124,18 @@ class Reference:
         """Return what the last save into a file holds else than that of the undisturbed run, of steady entries."""
         theirs, ours = _last_saves([self.segment]), _last_saves(segments)
         for name, entries in theirs.items():
-            if name not in ours and name == list(theirs)[-1] and ours:
-                return Difference(len(self.steps), "saved", f"the last save, {name}, was never written")
-            for key, value in entries.items() if name in ours else ():
-                if key not in self.unsteady and not _is_random(key) and ours[name].get(key) != value:
-                    short = f": {ours[name].get(key)} instead of {value}" if len(value) < 16 else ""
-                    return Difference(
-                        len(self.steps), "saved", f"the last save into {name} differs in {key!r}{short}"
-                    )
+            other, is_last = ours.get(name), name == list(theirs)[-1]
+            if other is None and is_last and ours:
+                if name not in self.unsteady:
+                    return Difference(len(self.steps), "saved", f"the last save, {name}, was never written")
+                other = list(ours.values())[-1]  # a name that is another each time
+            if other is None:
+                continue
+            for key, value in entries.items():
+                if key not in self.unsteady and not _is_random(key) and other.get(key) != value:
+                    short = f": {other.get(key)} instead of {value}" if len(value) < 16 else ""
+                    where = f"the last save into {name} differs in {key!r}{short}"
+                    return Difference(len(self.steps), "saved", where)
         return None
 
 
@@ -148,9 +152,8 @@ def _alike(step: Line, other: Line) -> bool:
 def _last_saves(segments: Sequence[Segment]) -> dict[str, dict[str, str]]:
     """Return the entries of the last save into each file, by its name, the newest save last."""
     found: dict[str, dict[str, str]] = {}
-    for line in (
-        line for segment in segments for line in segment.lines if line["kind"] == "save" and line["entries"]
-    ):
+    lines = (line for segment in segments for line in segment.lines)
+    for line in (each for each in lines if each["kind"] == "save" and each["entries"]):
         name = str(line["path"] or "").rpartition("/")[2]
         found.pop(name, None)
         found[name] = line["entries"]
@@ -181,9 +184,12 @@ def _is_rest(step: Line, expected: Line) -> bool:
 
 
 def unsteady_fields(first: Segment, second: Segment) -> tuple[Difference | None, set[str]]:
-    """Compare two undisturbed runs: their first difference, and random states and saved entries that differ."""
+    """Compare two undisturbed runs: their first difference; random states, saved entries and names that differ."""
     one, two = _last_saves([first]), _last_saves([second])
-    unsteady = {key for name in one for key in one[name] if one[name][key] != two.get(name, {}).get(key)}
+    pairs = [(one[name], two[name]) for name in one if name in two]
+    if one and two:
+        pairs.append((list(one.values())[-1], list(two.values())[-1]))
+    unsteady = {key for a, b in pairs for key in a if a[key] != b.get(key)} | (one.keys() ^ two.keys())
     pairs = [(a["random"], b["random"]) for a, b in zip(first.steps, second.steps, strict=False)]
     unsteady |= {name for a, b in pairs for name in a if a[name] != b.get(name)}
     reference = Reference(first, unsteady - _WORDS.keys())

@@ -29,6 +29,7 @@ _SAVERS = {
     "holdfast.checkpoint.saver": "write",
 }
 _WRITES = os.O_WRONLY | os.O_RDWR
+_CHANGES = {"os.remove": 1, "os.rename": 2, "os.rmdir": 1, "shutil.rmtree": 1}  # events of audit, with their paths
 _SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 _SEEN_NUMBERS = 4  # of each of the first parameters: to find out which state is the nearest
 _inside: Inside | None = None
@@ -53,7 +54,7 @@ class Inside:
         self._folder = folder
         self._torch: Any = None
         self.fault = Injector(folder, self.write)
-        self._roots = (str(folder), *self.fault.plan.get("inside", ()))
+        self._roots = tuple(f"{each}/" for each in (folder, *self.fault.plan.get("inside", ())))
         self._begin()
         self._watch = ImportWatch(self.failed)
         self._watch.when_imported("torch", self._on_torch)
@@ -102,14 +103,20 @@ class Inside:
             return self.failed(error)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and self._torch is not None:
-            path, _, flags = arguments
-            if isinstance(path, (str, bytes)) and isinstance(flags, int) and flags & _WRITES:
+        if self._torch is None:
+            return
+        if event == "open":
+            paths = arguments[:1] if isinstance(arguments[2], int) and arguments[2] & _WRITES else ()
+        else:  # below a descriptor of a folder, the folder itself was named before
+            count = _CHANGES.get(event, 0)
+            paths = arguments[:count] if all(each == -1 for each in arguments[count:]) else ()
+        for path in paths:
+            if isinstance(path, (str, bytes)):
                 self._noted(self._wrote, os.fsdecode(path))
 
     def _wrote(self, path: str) -> None:
         path = os.path.realpath(path)
-        if path not in self._written and not path.startswith(self._roots):
+        if path not in self._written and not f"{path}/".startswith(self._roots):
             self._written.add(path)
             self.write("outside", path=path)
 

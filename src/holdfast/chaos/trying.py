@@ -27,6 +27,7 @@ _LEAST_STILL_SECONDS = 20.0
 _STILL_TIMES = 5.0  # the longest pause of the undisturbed run
 _MOST_TIMES = 8.0  # the undisturbed run, for one attempt
 _RANDOM_KILLS = 3
+_TEXTS = (".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".yaml", ".yml")  # no checkpoint of torch ends so
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,10 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether something was tried, and the training survives all of it and is the same training."""
+        """Whether all that was asked for was tried, and the training survives it and is the same training."""
         tried = [row for row in self.rows if row.tried]
-        return bool(tried) and all(row.passed for row in tried)
+        whole = self.unsteady is None and all(row.result != "not run" for row in self.rows)
+        return whole and bool(tried) and all(row.passed for row in tried)
 
 
 class Campaign:
@@ -219,9 +221,8 @@ class Campaign:
             return row
         row.attempts, row.seconds_lost = len(trial.attempts), max(0.0, row.seconds - first.last.seconds)
         row.left_processes = sum(attempt.left for attempt in trial.attempts)
-        row.left_files = [
-            str(path).removeprefix(f"{self._place.work}/") for path in sorted(trial.files - first.files)
-        ]
+        left = sorted(trial.files - first.files)
+        row.left_files = [str(path).removeprefix(f"{self._place.work}/") for path in left]
         comparison = compare(references, trial)
         row.comparison = asdict(comparison)
         row.result, row.detail = _judge(fault, trial, comparison, unsteady)
@@ -275,7 +276,7 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
     """Refuse a command that cannot be put to the test."""
     most = max((len(segment.steps) for segment in attempt.segments), default=0)
     # What belongs to the system, or is a cache, is not the training's.
-    system = ("/dev/", "/proc/", "/sys/", str(place.scratch), str(Path.home() / "."))
+    system = ("/dev/", "/proc/", "/sys/", str(place.scratch), f"{Path.home()}/.")
     written = [line["path"] for line in attempt.lines("outside")]
     written = [each for each in written if not each.startswith(system) and "__pycache__" not in each]
     if attempt.hung and out_of_time:
@@ -286,9 +287,7 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
         end = attempt.output.strip()[-400:]
         why = f"fails when nobody disturbs it, with {_status(attempt.status)}: {end}", "mend that first."
     elif not most:
-        fix = (
-            "name the command that trains; `python -I`, `-E`, `-S`, CUDA graphs and weights set by hand are not seen."
-        )
+        fix = "name the command that trains; `python -I`, `-E`, `-S`, CUDA graphs, weights set by hand are not seen."
         why = "made no step of an optimizer of torch", fix
     elif most < 4:
         why = "made fewer than 4 steps", "let it make more, with some saves among them."
@@ -318,6 +317,7 @@ def _damage(place: Workplace, *, act: Callable[[Path, random.Random], None], cha
             new[path] = size, changed
     if not new:
         return None
+    new = {path: about for path, about in new.items() if path.suffix not in _TEXTS} or new
     largest = max(size for size, _ in new.values())
     path = max((path for path in new if 2 * new[path][0] >= largest), key=lambda path: new[path][1])
     act(path, chance)

@@ -67,7 +67,9 @@ class Workplace:
             above = any(each.is_relative_to(path) for each in self._inside)
             if entry.name in _NOT_COPIED or path == self.scratch:
                 continue
-            if entry.is_dir(follow_symlinks=False) and (written or above or not self._links):
+            if entry.is_symlink():
+                self._link(path, target / entry.name)
+            elif entry.is_dir(follow_symlinks=False) and (written or above or not self._links):
                 self._copy(path, target / entry.name)
             elif entry.is_file(follow_symlinks=False) and (
                 written or not self._links or entry.stat().st_size <= _LINKED_BYTES
@@ -75,6 +77,13 @@ class Workplace:
                 shutil.copy2(path, target / entry.name)
             elif entry.is_dir() or entry.is_file():
                 (target / entry.name).symlink_to(path.resolve())
+
+    def _link(self, path: Path, target: Path) -> None:
+        """Make a link as it was: one within the directory leads to the copy, any other still to its place."""
+        place = path.resolve()
+        if place.is_relative_to(self.origin) and not _NOT_COPIED.intersection(place.relative_to(self.origin).parts):
+            place = self.work / place.relative_to(self.origin)
+        target.symlink_to(place)
 
     def files(self) -> dict[Path, tuple[int, int]]:
         """Return size and time of change (ns) of each file that may have been written, temporary ones too."""

@@ -16,6 +16,7 @@ from rich.table import Table
 from holdfast.chaos.trying import KINDS, Campaign, Report, Row
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError, did_you_mean
+from holdfast.core.secrets import without_secrets
 from holdfast.core.text import sanitise
 
 _RESULTS = {
@@ -75,9 +76,8 @@ def _kinds(only: str) -> list[str]:
 def _seconds(budget: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
     if match is None or float(match[1]) == 0:
-        raise PolicyError(
-            f"--budget {budget!r} is no time", limit="it is a number with s, m or h", fix="write 10m.", rule="H729"
-        )
+        limit = "it is a number with s, m or h"
+        raise PolicyError(f"--budget {budget!r} is no time", limit=limit, fix="write 10m.", rule="H729")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -87,7 +87,12 @@ def _say(row: Row) -> None:
 
 def as_values(report: Report) -> dict[str, Any]:
     """Return a report as JSON values."""
-    return {**asdict(report), "passed": report.passed, "verdict": _verdict(report)}
+    return {
+        **asdict(report),
+        "command": without_secrets(report.command),
+        "passed": report.passed,
+        "verdict": _verdict(report),
+    }
 
 
 def _verdict(report: Report) -> str:

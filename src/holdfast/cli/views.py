@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import select
 import signal
@@ -112,6 +113,8 @@ def report(
 
 def _write(path: Path, data: bytes) -> Path:
     page = path.absolute()
+    if page.exists() and not page.is_file():
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a folder; --out FILE takes another place", str(page))
     try:
         replace_file(page, data)
     except OSError as error:

@@ -57,5 +57,6 @@ def _patterns() -> tuple[Any, Any, Any]:
     names = rf"{_NAMES}|{vocabulary}token"
     option = re.compile(rf"[-+]{{0,3}}[\w.-]{{0,80}}?(?:(?P<secret>{names})|(?P<key>key))(?=$|=)", re.IGNORECASE)
     assigned = rf"(?:{names})[\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?(?!\*)|\bbearer\s{{1,3}}"
-    inside = rf"((?:{assigned}))[^\s\"',;&]+|(://[^\s/@:]{{0,80}}:)[^\s/@]+(?=@)"
+    option_inside = rf"--?[\w.-]{{0,80}}?(?:{names})\s{{1,3}}(?!-)"  # in a command within a word, as of `sh -c`
+    inside = rf"((?:{assigned}|{option_inside}))[^\s\"',;&]+|(://[^\s/@:]{{0,80}}:)[^\s/@]+(?=@)"
     return option, re.compile(inside, re.IGNORECASE), re.compile(_SHAPES)

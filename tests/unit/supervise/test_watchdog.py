@@ -267,5 +267,5 @@ def test_the_thread_goes_on_after_a_failure_and_ends_when_it_is_told(scene: Scen
     scene.watchdog.look = look  # type: ignore[method-assign]
     scene.watchdog.run(stop)
     assert len(looks) == 2
-    assert scene.kinds() == ["watchdog_failed", "watchdog_failed"]
-    assert scene.events[0].error == "KeyError: 'anything'"
+    assert scene.kinds() == ["watching_failed", "watching_failed"]
+    assert scene.events[0].error.startswith("KeyError: 'anything', ")

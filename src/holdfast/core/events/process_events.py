@@ -69,12 +69,6 @@ class Verdict(EventData):
     verdict: Mapping[str, Any]
 
 
-class VerdictFailed(EventData):
-    """No verdict could be made."""
-
-    error: str
-
-
 class NotWritten(EventData):
     """A file of the run directory could not be written."""
 
@@ -174,13 +168,6 @@ class ProcessContinued(EventData):
     seconds: float
 
 
-class WatchdogFailed(EventData):
-    """The watchdog met an error, so many times."""
-
-    error: str
-    times: int
-
-
 class WatchdogSuspended(EventData):
     """Nothing ran on this machine for a while: no limit counts it."""
 
@@ -188,7 +175,7 @@ class WatchdogSuspended(EventData):
 
 
 class WatchingFailed(EventData):
-    """A watcher of processes met an error, and is off."""
+    """A watcher of processes met an error and is off, or the watchdog or the verdict did."""
 
     what: str
     error: str

@@ -64,7 +64,10 @@ def _note(run: str) -> None:
     import traceback
 
     try:
-        name = os.path.join(run, "processes", f"failed-{os.getpid()}.txt")
+        folder = os.path.join(run, "processes")
+        if os.path.islink(folder):  # noqa: PTH114 - before anything is imported
+            return  # it leads out of the run directory
+        name = os.path.join(folder, f"failed-{os.getpid()}.txt")
         safely = os.O_NOFOLLOW | os.O_NONBLOCK  # as holdfast.core.files, which may be what cannot be imported
         with open(name, "a", opener=lambda path, flags: os.open(path, flags | safely, 0o600)) as file:
             traceback.print_exc(file=file)

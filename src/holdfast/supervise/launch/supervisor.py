@@ -214,7 +214,7 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor goes on
             why = f"{type(error).__name__}: {error}"
             verdict = _no_verdict(why)
-            self.emit(process_events.VerdictFailed(error=why))
+            self.emit(process_events.WatchingFailed(what="verdict", error=why))
         path = self.run_path / VERDICT_FILE
         try:
             replace_file(path, json.dumps(verdict.as_json(), indent=1).encode())

@@ -188,7 +188,8 @@ class Observer:
         with suppress(Exception):  # the run directory may be what fails
             import traceback
 
-            with opened_to_write(self._run / PROCESSES_FOLDER / f"failed-{os.getpid()}.txt", "ab") as file:
+            folder = make_folder(self._run, PROCESSES_FOLDER)  # no link that leads out of the run directory
+            with opened_to_write(folder / f"failed-{os.getpid()}.txt", "ab") as file:
                 file.write("".join(traceback.format_exception(error)).encode("utf-8", "replace"))
 
     def _leaves(self, how: str, status: int | None, said: str) -> None:

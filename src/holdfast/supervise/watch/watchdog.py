@@ -77,7 +77,7 @@ class Watchdog:
                 failures += 1
                 with suppress(Exception):
                     why = f"{type(error).__name__}: {error}"[:500]
-                    self._emit(process_events.WatchdogFailed(error=why, times=failures))
+                    self._emit(process_events.WatchingFailed(what="watchdog", error=f"{why}, {failures} times"))
                 if failures >= _MOST_FAILURES:
                     self._say(f"the watchdog has given up, after {failures} failures in a row: {error}"[:300])
                     return
