@@ -198,3 +198,41 @@ def test_a_test_can_ask_for_it(origin):
     assert check_survives(command("classifier"), cwd=origin, only=["term"]).passed
     with pytest.raises(AssertionError, match=r"SIGTERM in step .*: differs: step .*: the learning rate"):
         check_survives(command("classifier", "learning rate from the start"), cwd=origin, only=["term"])
+
+
+_RANDOM_NAMES = """
+import os, tempfile, torch
+torch.manual_seed(0)
+weight, first = torch.nn.Parameter(torch.randn(3)), 0
+optimizer = torch.optim.SGD([weight], 0.1)
+if os.path.exists("c.pt"):
+    saved = torch.load("c.pt")
+    weight.data, first = saved["weight"], saved["step"]
+for step in range(first, 8):
+    optimizer.zero_grad()
+    (weight * step).square().sum().backward()
+    optimizer.step()
+    handle, name = tempfile.mkstemp(dir=".")
+    torch.save({"weight": weight.data, "step": step + 1}, name)
+    os.close(handle)
+    os.replace(name, "c.pt")
+"""
+
+
+def test_saves_under_names_of_chance_are_compared(origin):
+    """A temporary name that is another each time is no save that is missing."""
+    (origin / "train.py").write_text(_RANDOM_NAMES)
+    report = Campaign([sys.executable, "train.py"], origin=origin, only=["kill"]).run()
+    assert [row.result for row in report.rows] == ["exact"] * 3
+
+
+@pytest.mark.parametrize("change", ["torch.save({}, place)", "os.remove(place)"])
+def test_what_a_training_does_at_home_is_refused(origin, monkeypatch, tmp_path_factory, change):
+    """The home directory is no cache: a file there that is written or removed is named."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "best.pt").write_text("mine")
+    monkeypatch.setenv("HOME", str(home))
+    script = _RANDOM_NAMES + f"place = {str(home / 'best.pt')!r}\n{change}\n"
+    (origin / "train.py").write_text(script)
+    with pytest.raises(PolicyError, match=r"writes outside.*best\.pt"):
+        Campaign([sys.executable, "train.py"], origin=origin, only=["kill"]).run()

@@ -103,11 +103,11 @@ def test_a_guard_writes_through_nothing_that_was_planted(trained, tmp_path, plac
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "hole"])
-@pytest.mark.parametrize("place", [*RUN_FILES, "supervisor"])
+@pytest.mark.parametrize("place", [*RUN_FILES, "supervisor", "processes"])
 def test_a_supervisor_writes_through_nothing_that_was_planted(tmp_path, place, kind):
     """As above, of `holdfast run`."""
     run, victim = tmp_path / "run", tmp_path / "victim"
-    victim.write_text("precious") if place != "supervisor" else victim.mkdir()
+    victim.write_text("precious") if place not in ("supervisor", "processes") else victim.mkdir()
     plant(run / place, kind, victim)
     try:
         said = str(supervised(run))

@@ -67,3 +67,14 @@ def test_what_cannot_be_copied_or_removed_is_refused(origin, opened, tmp_path, m
     with pytest.raises(PolicyError, match="more than 1 MiB"):
         opened(origin, ())
     assert (tmp_path / "elsewhere").exists()
+
+
+def test_a_link_within_leads_to_the_copy(origin, opened):
+    """What is written through it, or removed behind it, is not the user's."""
+    (origin / "newest").symlink_to("runs/a")
+    (origin / "runs/newest.pt").symlink_to(origin / "runs/a/last.pt")
+    place = opened(origin, ())
+    place.renew()
+    (place.work / "runs/newest.pt").write_text("after")
+    (place.work / "newest/last.pt").unlink()
+    assert (origin / "runs/a/last.pt").read_text() == "before"

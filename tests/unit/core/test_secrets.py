@@ -29,6 +29,13 @@ def test_a_secret_is_hidden(words):
     assert found.startswith(words[:2])
 
 
+def test_a_secret_in_a_command_within_a_word_is_hidden():
+    """As `sh -c` is given it."""
+    assert (
+        without_secrets(["sh", "-c", f"python a.py --hf_token {S} --lr 1"])[2] == "python a.py --hf_token *** --lr 1"
+    )
+
+
 def test_a_value_with_blanks_is_hidden_whole():
     """A word of the command line is one value, also where it holds blanks."""
     assert without_secrets([f"--password=my {S} pass", "Authorization: Bearer " + S, "--lr", "1"]) == [
