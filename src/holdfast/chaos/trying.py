@@ -27,6 +27,8 @@ _LEAST_STILL_SECONDS = 20.0
 _STILL_TIMES = 5.0  # the longest pause of the undisturbed run
 _MOST_TIMES = 8.0  # the undisturbed run, for one attempt
 _RANDOM_KILLS = 3
+_NO_SAVE = "no checkpoint was seen to be written (torch.save, safetensors, torch.distributed.checkpoint): after each "
+_NO_SAVE += "fault it begins anew, and faults of saves and checkpoints were not tried"
 _TEXTS = (".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".yaml", ".yml")  # no checkpoint of torch ends so
 
 
@@ -148,10 +150,10 @@ class Campaign:
             unsteady, references[rank] = unsteady or differs, Reference(segment, fields)
         self._bench.still_seconds = max(_LEAST_STILL_SECONDS, _STILL_TIMES * _longest_pause(first.last))
         self._bench.most_seconds = max(60.0, _MOST_TIMES * first.last.seconds)
-        steps = next(iter(references.values())).steps
         report = Report(
-            command=self._command, seed=self._seed, steps=len(steps), unsteady=unsteady,
-            undisturbed_seconds=[trial.last.seconds for trial in (first, second)], remarks=_remarks(first),
+            command=self._command, seed=self._seed, steps=len(next(iter(references.values())).steps), unsteady=unsteady,
+            undisturbed_seconds=[trial.last.seconds for trial in (first, second)],
+            remarks=[] if first.last.lines("save") else [_NO_SAVE],
         )  # fmt: skip
         for fault in self._faults(references[min(references)]):
             if not self._only or fault.kind in self._only:
@@ -298,14 +300,6 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
         return
     limit = "it must train by itself, and be the same at each start"
     raise PolicyError(f"the command {why[0]}", limit=limit, fix=why[1], rule="H729")
-
-
-def _remarks(first: Trial) -> list[str]:
-    if first.last.lines("save"):
-        return []
-    kinds = "torch.save, safetensors, torch.distributed.checkpoint"
-    rest = "after each fault it begins anew, and faults of saves and checkpoints were not tried"
-    return [f"no checkpoint was seen to be written ({kinds}): {rest}"]
 
 
 def _damage(place: Workplace, *, act: Callable[[Path, random.Random], None], chance: random.Random) -> str | None:

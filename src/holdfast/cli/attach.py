@@ -86,8 +86,7 @@ def _print(found: Sequence[Examined], rows: Rows, diagnosis: Diagnosis, still: f
     left = memory_available_bytes()
     typer.echo(f"memory left on this machine or in this container: {'unknown' if left is None else size(left)}")
     if still is None:
-        same = f"It works, and its stack is the same. {diagnosis.sentence}"
-        typer.echo(same if diagnosis.moving else "It moves.")
+        typer.echo("It moves.")
         return
     typer.echo(f"It stands still. {diagnosis.sentence} [{diagnosis.kind}, {diagnosis.confidence:.0%}]")
     typer.echo(f"A step that takes longer than {still:g} s looks the same: --seconds {10 * still:g} tells more.")
@@ -113,7 +112,9 @@ def _subjects(pid: int, seconds: float) -> list[Subject]:
         name, fix = Path(f"/proc/{pid}/comm").read_text().strip(), "`pgrep -af python` lists those that are."
         raise _cannot(f"process {pid} ({name}) is not Python", limit="nor is one that it has started", fix=fix)
     ranks = {each: rank for each in pids if (rank := _rank(each)) is not None}
-    heads = [each for each in ranks if ranks.get(table[each].ppid) != ranks[each]] or pids[:1]
+    torch = [each for each in pids if b"libtorch" in _proc(each, "maps")]  # what only starts others has it not
+    heads = [each for each in ranks if ranks.get(table[each].ppid) != ranks[each]]
+    heads = heads or [each for each in torch if table[each].ppid not in torch] or pids[:1]
     about = (Examined(
         pid=each, ppid=table[each].ppid, role="unobserved", rank=ranks.get(each),
         seconds=seconds if each in heads else 0.0, judged=each in heads,
@@ -123,10 +124,15 @@ def _subjects(pid: int, seconds: float) -> list[Subject]:
 
 def _rank(pid: int) -> int | None:
     """Return the rank that a launcher gave a process, or None."""
+    found = re.search(rb"(?:^|\0)RANK=(\d{1,9})\0", _proc(pid, "environ"))
+    return int(found[1]) if found else None
+
+
+def _proc(pid: int, name: str) -> bytes:
+    """Return what the kernel says of a process; nothing of one that is gone."""
     with suppress(OSError):
-        found = re.search(rb"(?:^|\0)RANK=(\d{1,9})\0", Path(f"/proc/{pid}/environ").read_bytes())
-        return int(found[1]) if found else None
-    return None
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
 
 
 def _moved_bytes(pid: int) -> int:
