@@ -151,7 +151,7 @@ class Campaign:
         self._bench.still_seconds = max(_LEAST_STILL_SECONDS, _STILL_TIMES * _longest_pause(first.last))
         self._bench.most_seconds = max(60.0, _MOST_TIMES * first.last.seconds)
         report = Report(
-            command=self._command, seed=self._seed, steps=len(next(iter(references.values())).steps), unsteady=unsteady,
+            command=self._command, seed=self._seed, unsteady=unsteady, steps=len(references[min(references)].steps),
             undisturbed_seconds=[trial.last.seconds for trial in (first, second)],
             remarks=[] if first.last.lines("save") else [_NO_SAVE],
         )  # fmt: skip
