@@ -279,8 +279,8 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
     most = max((len(segment.steps) for segment in attempt.segments), default=0)
     # What belongs to the system, or is a cache, is not the training's.
     system = ("/dev/", "/proc/", "/sys/", str(place.scratch), f"{Path.home()}/.")
-    written = [line["path"] for line in attempt.lines("outside")]
-    written = [each for each in written if not each.startswith(system) and "__pycache__" not in each]
+    written = [line["path"] for line in attempt.lines("outside") if "/pymp-" not in line["path"]]  # multiprocessing's
+    written = [each for each in written if not each.startswith(system) and "/__pycache__" not in each]
     if attempt.hung and out_of_time:
         why = "has not ended by itself in time", "give a larger --budget, or let the command make fewer steps."
     elif attempt.hung:
