@@ -9,17 +9,18 @@ import holdfast
 from holdfast.explain.rules import all_rules
 
 _SOURCE = Path(holdfast.__file__).parent
+_RECIPES = Path(__file__).parents[2] / "recipes"
 _RULE = re.compile(r'(?:rule=|_cause\(\s*)"(H\w*)"')
 _CHOSEN = re.compile(r'rule="(H\w*)" if .+ else "(H\w*)"')
 
 
 def _rules_in_use() -> dict[str, set[str]]:
-    """Return the files that name each rule."""
+    """Return the files of the library and the recipes that name each rule."""
     found: dict[str, set[str]] = {}
-    for path in sorted(_SOURCE.rglob("*.py")):
+    for path in sorted([*_SOURCE.rglob("*.py"), *_RECIPES.rglob("*.py")]):
         text = path.read_text(encoding="utf-8")
         for rule in {*_RULE.findall(text), *(rule for pair in _CHOSEN.findall(text) for rule in pair)}:
-            found.setdefault(rule, set()).add(str(path.relative_to(_SOURCE)))
+            found.setdefault(rule, set()).add(str(path))
     return found
 
 
