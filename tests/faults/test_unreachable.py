@@ -78,7 +78,7 @@ def test_a_new_run_that_could_save_nothing_is_an_error_before_any_work(put, tmp_
     put(tmp_path / "a" / "checkpoints")
     with pytest.raises(holdfast.CheckpointError, match="H312"):
         guard_in(tmp_path / "a")
-    (tmp_path / "a" / "recorder").mkdir()
+    (tmp_path / "a" / "recorder").mkdir(exist_ok=True)
     said = CliRunner().invoke(make_app(), ["checkpoints", str(tmp_path / "a")])
     assert said.exit_code != 0
     assert "H312" in said.output
