@@ -287,7 +287,7 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
         why = "stands still", "let it run under `holdfast run`, which says where it stands."
     elif attempt.status:
         end = attempt.output.strip()[-400:]
-        why = f"fails when nobody disturbs it, with {_status(attempt.status)}: {end}", "mend that first."
+        why = f"fails when nobody disturbs it, with {_status(attempt.status)}: {end}", "correct that first."
     elif not most:
         fix = "name the command that trains; `python -I`, `-E`, `-S`, CUDA graphs, weights set by hand are not seen."
         why = "made no step of an optimizer of torch", fix

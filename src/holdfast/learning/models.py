@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from holdfast.learning.facts import LayerFacts, ModelFacts
 from holdfast.learning.measures import spread_of
 
-_TELLING = 256  # weights from which on a distribution can be told
+_ENOUGH_WEIGHTS = 256  # to tell which distribution they were drawn from
 
 
 class ModelObserver:
@@ -101,7 +101,7 @@ class ModelObserver:
     def _drawn(self, matrices: Mapping[str, nn.Parameter]) -> int:
         """Return how many matrices show that an initialiser drew them; 0 where one shows that none did."""
         drawn = all(_as_drawn(p, self._start[k]) for k, p in matrices.items() if k in self._start)
-        return sum(p.numel() >= _TELLING for p in matrices.values()) if drawn else 0
+        return sum(p.numel() >= _ENOUGH_WEIGHTS for p in matrices.values()) if drawn else 0
 
     def _changed(self, names: Iterable[str]) -> bool:
         now = dict(self.named())
@@ -119,8 +119,8 @@ def _as_drawn(weight: nn.Parameter, sample: Tensor) -> bool:
     """Return whether weights are distributed as initialisers draw them, which training blurs; few may be anything."""
     size, values = sample.numel(), sample.double()
     spread = float(values.std()) if size > 1 else 0.0
-    if size < _TELLING or spread == 0:
-        return size < _TELLING
+    if size < _ENOUGH_WEIGHTS or spread == 0:
+        return size < _ENOUGH_WEIGHTS
     uniform = abs(float(values.abs().max()) / (math.sqrt(3) * spread) - 1) < 1.8 / math.sqrt(size) + 0.005
     usual = (1.0, 0.02, math.sqrt(2 / (weight.shape[0] * weight[0, 0].numel())))  # tables, transformers, convolutions
     bell = abs(float((values / spread).pow(4).mean()) - 3) < 5 * math.sqrt(24 / size)
