@@ -26,20 +26,32 @@ _SHAPES = (
 def without_secrets(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with ``***`` in place of what looks like a secret."""
     whole = " ".join(words).lower()
-    if not any(hint in whole for hint in _HINTS):
-        return list(words)
-    option, inside, shape = _patterns()
+    return _hidden(words, within=False) if any(hint in whole for hint in _HINTS) else list(words)
+
+
+def _hidden(words: Sequence[str], *, within: bool) -> list[str]:
+    """Return words without secrets; `within`: of a word, where only what begins with a dash takes the next one."""
+    option, another, in_parts, address, shape, inside = _patterns()
     found, follows = [], None
     for word in words:
-        if follows is not None and not word.startswith("-") and (follows == "secret" or _is_random(word)):
+        is_value = follows is not None and (_is_random(word.lstrip("-")) or not another.fullmatch(word))
+        if is_value and (follows == "secret" or _is_random(word)):
             word = HIDDEN
         match = option.match(word)
-        follows = match.lastgroup if match and match.end() == len(word) else None
-        if match and word[match.end() : match.end() + 1] == "=":
-            value = word[match.end() + 1 :]
-            if match.lastgroup == "secret" or _is_random(value):
-                word = f"{word[: match.end()]}={HIDDEN}"
-        found.append(shape.sub(HIDDEN, inside.sub(rf"\g<1>\g<2>{HIDDEN}", word)))
+        follows = match.lastgroup if match and match.end() == len(word) and not (within and word[0] != "-") else None
+        name, _, value = word.partition("=")
+        if match and match.end() == len(name) < len(word) and (match.lastgroup == "secret" or _is_random(value)):
+            word = f"{name}={HIDDEN}"
+        parts = in_parts.findall(word)
+        if len(parts) > 1:  # a command within a word, as of `sh -c`, has words of its own
+            its = iter(_hidden([part for part in parts if not part.isspace()], within=True))
+            word = "".join(part if part.isspace() else next(its) for part in parts)
+        elif within and len(word) > 2 and word[0] == word[-1] and word[0] in "\"'":
+            word = word[0] + _hidden([word[1:-1]], within=True)[0] + word[0]
+        elif (at := address.search(word)) and at.end() < word.rfind("@"):
+            word = word[: at.end()] + HIDDEN + word[word.rfind("@") :]
+        word = inside.sub(lambda each: each[1] + (quote := each[2] or each[3] or "") + HIDDEN + quote, word)
+        found.append(shape.sub(HIDDEN, word))
     return found
 
 
@@ -49,14 +61,19 @@ def _is_random(word: str) -> bool:
 
 
 @cache
-def _patterns() -> tuple[Any, Any, Any]:
+def _patterns() -> tuple[Any, ...]:
     import re
 
     # Not `--pad_token` and its like, which are words of a vocabulary.
     vocabulary = "".join(f"(?<!{name}[-_])" for name in ("pad", "eos", "bos", "unk", "sep", "cls", "mask", "image"))
     names = rf"{_NAMES}|{vocabulary}token"
-    option = re.compile(rf"[-+]{{0,3}}[\w.-]{{0,80}}?(?:(?P<secret>{names})|(?P<key>key))(?=$|=)", re.IGNORECASE)
-    assigned = rf"(?:{names})[\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?(?!\*)|\bbearer\s{{1,3}}"
-    option_inside = rf"--?[\w.-]{{0,80}}?(?:{names})\s{{1,3}}(?!-)"  # in a command within a word, as of `sh -c`
-    inside = rf"((?:{assigned}|{option_inside}))[^\s\"',;&]+|(://[^\s/@:]{{0,80}}:)[^\s/@]+(?=@)"
-    return option, re.compile(inside, re.IGNORECASE), re.compile(_SHAPES)
+    option = rf"[-+]{{0,3}}[\w.-]{{0,80}}?(?:(?P<secret>{names})|(?P<key>key))(?=$|=)"
+    # What may follow an option that takes no value; `-S3cr` may not.
+    another = r"(?s)--[a-zA-Z][\w.-]*(?:=.*)?|-[a-z][a-z_.-]*\d*(?:=.*)?|-[A-Z]\d?|-[\d.]+(?:e-?\d+)?|[&|;<>]{1,2}"
+    parts = r"\s+|(?:\"[^\"]*\"|'[^']*'|[^\s\"']+|[\"'])+"
+    assigned = rf"(?:{names})[\"']?\s{{0,3}}[=:]\s{{0,3}}|\bbearer\s{{1,3}}"
+    option_inside = rf"--?[\w.-]{{0,80}}?(?:{names})\s{{1,3}}(?!-)"
+    value = r"(?:(\")[^\"]+\"|(')[^']+'|[\"']?(?!\*)[^\s\"',;&]+)"
+    address = r"://[^\s/@:\[]{0,80}:(?!\d{1,5}(?:[/,?#]|$))"  # with a name, and not with a port
+    inside = re.compile(f"((?:{assigned}|{option_inside})){value}", re.IGNORECASE)
+    return re.compile(option, re.IGNORECASE), *map(re.compile, (another, parts, address, _SHAPES)), inside

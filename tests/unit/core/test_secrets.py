@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
 from holdfast.core.secrets import without_secrets
 
@@ -18,6 +20,7 @@ KEY = "0123456789abcdef" * 2 + "01234567"
         f"trainer.logger.api_key={S}", f"+a.b.password={S}", f"https://user:{S}@host/x", f"postgresql://u:{S}@h:1/db",
         f"https://x/?token={S}&a=1", f"https://hooks.slack.com/services/T0/B0/{S}", f"-c login(token='{S}')",
         f'--cfg {{"api_key":"{S}"}}', f"--x eyJhbGciOiJI.eyJzdWIiOiIx.{S}", f"a hf_{KEY}", f"a sk-ant-api03-{KEY}",
+        f"--token -{S}", f"--hf_token -{KEY}", f"https://u:p/{S}@x@host:1/a", f"db://u:p@{S}/x@h", f"--token --{KEY}",
         f"a sk-{KEY}", f"a ghp_{KEY}", "a AKIA" + "A1" * 8 + "", f"a glpat-{KEY}", f"a github_pat_{KEY}",
     ],
 )  # fmt: skip
@@ -34,6 +37,38 @@ def test_a_secret_in_a_command_within_a_word_is_hidden():
     assert (
         without_secrets(["sh", "-c", f"python a.py --hf_token {S} --lr 1"])[2] == "python a.py --hf_token *** --lr 1"
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--password 'my S3cr pass' --lr 1", 'a.py --password="my S3cr pass" --lr 1', "--token -S3cr --lr 1",
+        "ssh h 'a.py --token \"a S3cr b\" --lr 1'", "login(token='my S3cr pass', --lr)",
+        "curl db://u:p/S3cr@x@h:1/x http://h:80/@a --lr",
+    ],
+)  # fmt: skip
+def test_a_quoted_value_in_a_command_within_a_word_is_hidden_whole(words):
+    """With its blanks, and what follows is shown."""
+    _, _, hidden = without_secrets(["bash", "-c", words])
+    assert ("***" in hidden, "--lr" in hidden) == (True, True)
+    assert not any(part in hidden for part in ("S3cr", "my", "pass'", 'pass"', "-S"))
+
+
+NAMES = some.from_regex(r"[a-z][a-z0-9]{0,9}([-_.][a-z0-9]{1,9}){0,2}", fullmatch=True)
+OPTIONS = some.one_of(
+    some.builds("--{}".format, NAMES), some.builds("--{}={}".format, NAMES, some.floats()),
+    some.from_regex(r"-[a-zA-Z]|-[a-z][a-z_]{0,8}|-[0-9]", fullmatch=True),
+)  # fmt: skip
+
+
+@given(some.lists(OPTIONS, max_size=5), some.sampled_from(["--use-auth-token", "--ask-password"]))
+def test_no_ordinary_option_is_hidden(words, flag):
+    """Neither after each other nor after a flag that is called like a secret, nor in the word of a shell."""
+    words = [word for word in words if without_secrets([word, "x"])[1] == "x" and word.startswith("-")]
+    words = ["train.py", *words, flag, *words, "--url", "http://h.org:8080/a@b", "--out", "s3://b/c:d@e"]
+    assert without_secrets(words) == words
+    command = f"{' '.join(words)} {flag} && {' '.join(words)}"
+    assert without_secrets(["sh", "-c", command])[2] == command
 
 
 def test_a_value_with_blanks_is_hidden_whole():
