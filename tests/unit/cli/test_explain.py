@@ -109,6 +109,7 @@ def test_a_run_directory_is_explained_also_through_a_link(tmp_path):
 def test_signatures_are_explained_like_rules():
     """Every id of the catalogue can be explained, and the list has them all."""
     assert "Example" in call("h965").output
+    assert "an RLock" in call("H1402").output
     listed = call().output.splitlines()
     assert len(listed) == len(catalogue())
     assert any(line.startswith("H1600  ") for line in listed)
