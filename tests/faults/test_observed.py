@@ -115,6 +115,7 @@ def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
     [
         ("plain", "2", 6, [1] * 6),
         ("gan", "0", 12, [1] * 12),
+        ("resumed", "0", 52, [1] * 12),
         ("together", "0", 6, [1] * 6),
         ("accumulation", "0", 6, [4] * 6),
         ("no_optimizer", "0", 6, [1] * 6),
@@ -128,6 +129,7 @@ def test_nothing_of_a_training_changes(
 ) -> None:
     """Every loss is the same bit by bit, whatever the loop looks like, and its steps are counted as it makes them.
 
+    Those of a script that goes on by itself go on from what its optimizers have counted.
     Workers of a loader are known as such, and none of them writes into what is their parent's.
     """
     plain = train(shape, "6", workers, observed=False)

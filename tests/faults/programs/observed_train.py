@@ -84,9 +84,14 @@ def plain() -> None:
 
 
 def gan() -> None:
-    """Two optimizers that take turns."""
+    """Two optimizers that take turns; "resumed": they have made 20 steps each before, as a file may say."""
     generator, judge = nn.Linear(4, 8), network(1)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (judge, generator)]
+    for optimizer in optimizers if SHAPE == "resumed" else []:
+        groups = optimizer.state_dict()["param_groups"]
+        parameters = enumerate(optimizer.param_groups[0]["params"])
+        state = {i: {"step": torch.tensor(20.0), "exp_avg": p * 0, "exp_avg_sq": p * p} for i, p in parameters}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
     for _ in range(STEPS):
         real, _ = next(source)
         fake = generator(torch.randn(8, 4))
@@ -189,6 +194,7 @@ SHAPES = {
     "plain": plain,
     "bad_sample": plain,
     "gan": gan,
+    "resumed": gan,
     "together": together,
     "accumulation": accumulation,
     "no_optimizer": no_optimizer,

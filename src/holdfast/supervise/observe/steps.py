@@ -1,8 +1,9 @@
 """What a training process is doing, and what a step is, from calls that torch makes anyway.
 
 A step ends when an optimizer has stepped. Several optimizers that step after one backward make one step; where there
-is no optimizer, each backward is a step. The number of a step is the guard's where one has the optimizer. Only one
-thread is looked at: that which calls backward, the main thread until then. Others load, save and evaluate beside it.
+is no optimizer, each backward is a step. The number of a step is the guard's where one has the optimizer; else it
+goes on from what the state of an optimizer counts, as Adam's does. Only one thread is looked at: that which calls
+backward, the main thread until then. Others load, save and evaluate beside it.
 
 Does not: hook into torch (``hooks`` does), and never raises: what goes wrong is noted, and the script goes on.
 """
@@ -276,12 +277,23 @@ class Steps:
             return type(optimizer).__module__.startswith("torch.optim.")
         return board.made == board.micro_step == 0 and self._values.all_zero(gradients)
 
+    def _made_before(self, optimizer: Any) -> int:
+        """Return how many steps the state of an optimizer has that has just made one here; 0 if it does not say."""
+        states = getattr(optimizer, "state", None)
+        state = next(iter(states.values()), None) if isinstance(states, dict) else None
+        count = state.get("step") if isinstance(state, dict) else None
+        if getattr(count, "is_cpu", False):
+            count = self._read(count)
+        return int(count) - 1 if isinstance(count, (int, float)) and 1 < count < 2**53 else 0
+
     def _end_step(self, board: ProgressBoard, learning_rate: float | None, optimizer: Any = None) -> None:
         loss, norm, began = self._loss, self._norm, self._began
         self._loss = self._norm = None
         board.made = made = (board.made + 1) & 0xFFFFFFFF  # as many bits as the board has
         counted = guarded.get(id(optimizer))
         record = None if counted is None else counted[1]()
+        if made == len(self._numbers) + 1 and record is None and id(optimizer) not in self._numbers:
+            board.step += self._made_before(optimizer)  # until one has made its second: later ones are made anew
         board.step = step = (board.step if record is None else record.global_step) + 1  # which counts it after this
         if made == 1:
             self._training = Phase.FORWARD_BACKWARD
