@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,8 +57,23 @@ def _table(every: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _settings(run: RunSnapshot) -> dict[str, str]:
-    known = [(group, *row) for group, rows in environment(run).items() for row in rows.items()]
+    groups = {name: dict(rows) for name, rows in environment(run).items()}
+    groups["command"] = _arguments(run.command) | {k: v for k, v in groups["command"].items() if k != "command"}
+    known = [(group, *row) for group, rows in groups.items() for row in rows.items()]
     return {f"{group}: {name}": value for group, name, value in known if name not in _OF_EACH}
+
+
+def _arguments(command: str) -> dict[str, str]:
+    """Return the options of a command with what follows each, and the words before the first by their places."""
+    found: dict[str, str] = {}
+    option = ""
+    for number, word in enumerate(command.split(), start=1):  # those too that a shell was given as one
+        name, is_set, value = word.partition("=")
+        if re.match(r"--?[A-Za-z]", word) or (is_set and re.fullmatch(r"[\w+~./-]+", name)):
+            option, word = name, value
+        key = option or f"word {number}"
+        found[key] = f"{found.get(key, '')} {word}".strip()
+    return {key: value or "given" for key, value in found.items()}
 
 
 def _verdict(run: RunSnapshot) -> str:

@@ -26,13 +26,27 @@ def environment(run: RunSnapshot) -> Environment:
     versions, git = known.pop("versions", None), known.pop("git", None)
     machine = {name: known.pop(name) for name in _MACHINE if name in known}
     policy = {name.removeprefix("policy."): v for name, v in run.settings.items() if name.startswith("policy.")}
+    settings = {**run.settings, **_rates(run)}
     groups: dict[str, object] = {
         "command": {"command": run.command, "run directory": str(run.path), **known},
         "machine": machine, "versions": versions, "code (git)": git, "policy, where it is not the usual": policy,
-        "hyperparameters": {name: v for name, v in run.settings.items() if not name.startswith("policy.")},
+        "hyperparameters": {name: v for name, v in settings.items() if not name.startswith("policy.")},
     }  # fmt: skip
     sound = {name: islice(rows.items(), _MOST) for name, rows in groups.items() if isinstance(rows, dict) and rows}
     return {name: {str(key): _shown(value) for key, value in rows} for name, rows in sound.items()}
+
+
+def _rates(run: RunSnapshot) -> dict[str, object]:
+    """Return learning rates as they were set: what was written down is that of the first step, of a warm-up maybe."""
+    found: dict[str, object] = {}
+    for name, value in run.settings.items():
+        if name.endswith(".lr") and isinstance(value, (int, float)):
+            its = (lane for lane in run.lanes if name == f"{lane.optimizer or name.removesuffix('.0.lr')}.0.lr")
+            curves = [lane.columns["learning_rate"] for lane in its if "learning_rate" in lane.columns]
+            most = max((curve.finite.max(initial=0) for curve in curves), default=0.0)
+            larger = f"{most:.6g} (the largest seen)" if most > value * (1 + 1e-6) else value
+            found[name] = run.settings.get(f"{name.removesuffix('lr')}initial_lr") or larger
+    return found
 
 
 def _shown(value: object) -> str:

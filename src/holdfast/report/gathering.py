@@ -40,7 +40,7 @@ from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report import series
 from holdfast.report.images import read_images
 from holdfast.report.run_follower import RunFollower
-from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot
+from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot, phase_seen
 from holdfast.report.sources import CHECKPOINTS_FOLDER, EventSeen, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
@@ -98,7 +98,8 @@ def gather(run: Path) -> RunSnapshot:
     lanes: list[Lane] = []
     processes = _processes(sources, events, reading, lanes)
     lanes += _guard_lanes(guards, lanes, reading)
-    stores = {run, *(source.directory.parent.parent for source in guards)}
+    of_guards = {source.directory.parent.parent for source in guards}
+    stores = {run, *of_guards}
     kept, left_out = _bounded(events)
     if len(lanes) > _MOST_LANES:
         reading.problems.append(f"curves of the newest {_MOST_LANES} of {len(lanes)} training processes are drawn")
@@ -108,7 +109,8 @@ def gather(run: Path) -> RunSnapshot:
         verdict=verdict_of(run, reading.problems), lanes=tuple(lanes[-_MOST_LANES:]), processes=tuple(processes),
         events=tuple(kept), left_out_events=left_out,
         checkpoints=tuple(each for store in sorted(stores) for each in reading.listed(_checkpoints, store)),
-        images=tuple(read_images(sorted(stores), reading.problems)), stacks=tuple(_stacks(run, processes)),
+        guards=tuple(sorted(of_guards)), images=tuple(read_images(sorted(stores), reading.problems)),
+        stacks=tuple(_stacks(run, processes)),
         output="".join(reading.listed(lambda path: [_tail(path)], run / OUTPUT_FILE)),
         problems=tuple(dict.fromkeys(reading.problems)),
     )  # fmt: skip
@@ -133,7 +135,7 @@ def _processes(
         times = [time for time in (last.get(source.label), lane.ended if lane else None) if time is not None]
         found.append(ProcessSnapshot(
             label=source.label, role=source.info.role, info=source.info, lane=lane,
-            phase=standing.phase if standing else None, ended=max(times, default=None),
+            phase=phase_seen(standing, source.info.role), ended=max(times, default=None),
             spent=standing.spent if standing else (),
         ))  # fmt: skip
     return found
@@ -150,7 +152,9 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOS
     old = read_history(path).rows
     old = old[old["time"] < ring["time"][0]]
     rows, names = series.thinned(old, ring, most), read_optimizers(source.directory)
-    moments = rows["time"] / 1e9, rows["step"].astype(np.float64)
+    whole = np.concatenate([old, ring])
+    moments = whole["time"] / 1e9, whole["step"].astype(np.float64)
+    took = np.clip(whole["mean"], 0.0, _LONGEST_STEP) * whole["finite"]
     found = {"": series.columns(rows) | _logged(source, moments, most, reading)}
     for number, name in enumerate(names if len(names) > 1 else [], start=1):
         its = series.columns(rows[rows["optimizer"] == number])
@@ -164,6 +168,7 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOS
     main = Lane(
         label=source.label, last_step=last, begun=begun, ended=ended, columns=found.pop(""),
         moments=moments, rank=source.rank,
+        spent=float(took[:, NAMES.index("seconds")].sum()) if source.kind == "guard" else 0.0,
     )  # fmt: skip
     return [main, *(
         replace(main, label=f"{source.label}, {name}", optimizer=name, begun=None, columns=its)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import base64
 from datetime import datetime
+from typing import Any
+
+import numpy as np
 
 from holdfast.core.text import duration, moment, size
 from holdfast.report.environment import environment
@@ -39,8 +42,10 @@ def facts_of_run(run: RunSnapshot) -> dict[str, str]:
         "began": moment(min(times)) if times else "unknown",
         "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
         "attempts": str(1 + run.attempt),
-        "checkpoints": str(sum(each.status == "complete" for each in run.checkpoints)),
     }
+    if run.guards or run.checkpoints:  # what a script saves by itself is not counted
+        facts["checkpoints"] = str(sum(each.status == "complete" for each in run.checkpoints))
+    facts |= _pace(run)
     if spent := goodput(run):
         facts["time that made steps"] = f"{spent['steps'] / sum(spent.values()):.1%}"
     for title, name in (("peak host memory", "host_bytes"), ("peak device memory", "device_peak_bytes")):
@@ -48,6 +53,25 @@ def facts_of_run(run: RunSnapshot) -> dict[str, str]:
         if peaks:
             facts[title] = size(max(peaks))
     return facts
+
+
+def _pace(run: RunSnapshot) -> dict[str, str]:
+    """Return how fast steps of the first rank follow each other, mostly: validation and breaks are left out."""
+    found = [np.array([])]
+    for lane in run.lanes:
+        if not lane.rank and not lane.optimizer:
+            steps, first = np.unique(lane.moments[1], return_index=True)
+            seconds = np.diff(lane.moments[0][first])
+            found.append(np.diff(steps)[seconds > 0] / seconds[seconds > 0])
+    if not len(rates := np.concatenate(found)):
+        return {}
+    facts = {"steps a second": float(np.median(rates))}
+    epochs = [each.event.data for each in run.events if each.event.kind == "epoch_ended"]
+    known: list[Any] = [epochs[-1].get(name) for name in ("batches", "batch_size", "steps")] if epochs else [None]
+    if all(type(each) is int and each > 0 for each in known):
+        of_step = known[0] * known[1] / known[2] * (1 + max(lane.rank or 0 for lane in run.lanes))
+        facts["samples a second"] = facts["steps a second"] * of_step
+    return {name: f"{float(f'{rate:.3g}'):,g}" for name, rate in facts.items()}
 
 
 def _facts_of(seen: EventSeen) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
-from holdfast.recorder.progress import Phase
+from holdfast.recorder.progress import Phase, Standing
 from holdfast.recorder.run_files import ProcessInfo
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News
@@ -26,13 +26,21 @@ if TYPE_CHECKING:  # numpy takes a tenth of a second
 State = Literal["running", "waits to restart", "ended"]
 
 
+def phase_seen(standing: Standing | None, role: str) -> Phase | None:
+    """Return what a process does; a launcher and a worker of a loader show nothing but that they have started."""
+    if standing is None or (standing.phase is Phase.STARTING and role in ("launcher", "loader worker")):
+        return None
+    return standing.phase
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
     """What one process trained: to which step, when (Unix times), and its curves by name.
 
     `begun` is the end of the first step that is recorded, less its duration; None of one of several optimizers, and
     of who only logged numbers.
-    `moments`: times, and the steps made until then. `rank` and `optimizer` are None and empty where there is one.
+    `moments`: times, and the steps made until then. `spent`: of a guard, seconds in steps. `rank` and `optimizer` are
+    None and empty where there is one.
     """
 
     label: str
@@ -41,6 +49,7 @@ class Lane:
     ended: float | None = None
     columns: Mapping[str, Series]
     moments: Moments
+    spent: float = 0.0
     rank: int | None = None
     optimizer: str = ""
 
@@ -94,10 +103,10 @@ class RunSnapshot:
     `settings`, of the page only: see `write_settings`. `processes`: the page's by their start, `watch`'s of the
     newest attempt with trainers first. `events`, oldest first: of a frequent kind the page has the first and the last
     (`left_out_events` counts the others), `watch` the newest. `outlook`, of `watch` only: how far it is. `scalars`:
-    `watch`'s newest of each name logged lately, newest last. `guards`, of `watch` only: directories of guards that
-    its processes opened, with links resolved. `news`: what each source has recorded since the look before. `stacks`:
-    name and text. `problems`: what could not be read, one sentence each. `now` and `newest` (what was recorded last)
-    are Unix times.
+    `watch`'s newest of each name logged lately, newest last. `guards`: directories of guards that its processes
+    opened, of `watch` with links resolved and without its own. `news`: what each source has recorded since the look
+    before. `stacks`: name and text. `problems`: what could not be read, one sentence each. `now` and `newest` (what
+    was recorded last) are Unix times.
     """
 
     path: Path

@@ -30,7 +30,7 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News, RunFollower
-from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State
+from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State, phase_seen
 from holdfast.report.sources import EventSeen, Source, ran_here, read_json, runs_in
 from holdfast.report.verdicts import verdict_from, verdict_of
 
@@ -168,7 +168,7 @@ class Watched:
         seen = ProcessSnapshot(
             label=source.label, role=source.info.role if source.info else "guard", info=source.info, alive=alive,
             stopped=bool(alive and source.info is not None and process_is_stopped(source.info.pid)),
-            phase=standing.phase if standing else None, since_seconds=since,
+            phase=phase_seen(standing, source.info.role if source.info else "guard"), since_seconds=since,
             step=standing.step if standing and standing.step else last_step,
             steps_per_second=_rate(history, self._clock.unix_seconds() if alive else None), **_recent(history),
         )  # fmt: skip

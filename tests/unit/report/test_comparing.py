@@ -13,6 +13,7 @@ from tests.unit.report.made_runs import BEGAN, GONE, VERDICT, add_process, happe
 from typer.testing import CliRunner
 
 from holdfast.cli.main import make_app
+from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.run_files import write_settings
 from holdfast.report.comparing import Comparison
@@ -51,7 +52,8 @@ def test_what_differs_and_what_came_of_them(tmp_path: Path) -> None:
     assert [each["cause"] for each in said["verdicts"]] == ["H970", "H1602"]
     assert said["facts"]["newest validation wer"] == ["", "0.5"]
     assert said["differs"] == {
-        "command: command": ["python train.py --epochs 3", "python <b>"],
+        "command: word 2": ["train.py", "<b>"],
+        "command: --epochs": ["3", ""],
         "code (git): dirty": ["false", "true"],
         "hyperparameters: optimizer.0.lr": ["0.1", "0.2"],
     }
@@ -61,6 +63,48 @@ def test_what_differs_and_what_came_of_them(tmp_path: Path) -> None:
     table = compared(*two_runs(tmp_path / "again"), "--out", tmp_path / "page.html").stdout
     assert "optimizer.0.lr" in table
     assert table.index("first") < table.index("second")
+
+
+def test_of_long_commands_the_arguments_that_differ_are_shown_and_rates_as_they_were_set(tmp_path: Path) -> None:
+    """Not a whole line that is cut, nor the first rate of a warm-up: the one of a schedule, else the largest seen."""
+    runs, many = [], [word for number in range(60) for word in (f"--same_{number}", "value")]
+    for name, rate, own in (("a", "0.1", ["--fast"]), ("b", "0.2", ["lr.x=1", "-n", "-1", "2"])):
+        line = " ".join(["train.py", *many, f"--learning_rate={rate}", "--token", "S3cr", *own])
+        runs.append(make_run(tmp_path / name, steps=300, argv=["bash", "-c", line]))
+    settings = {"AdamW 1.0.lr": 1e-7, "AdamW 1.0.eps": 1e-8}
+    write_settings(runs[0] / "processes" / f"{GONE}-7", settings | {"AdamW 1.0.initial_lr": 0.1})
+    write_settings(runs[1] / "processes" / f"{GONE}-7", settings)
+    out = tmp_path / "page.html"
+    assert json.loads(compared(*runs, "--json", "--out", out).stdout)["differs"] == {
+        "command: --learning_rate": ["0.1", "0.2"],
+        "command: --fast": ["given", ""],
+        "command: lr.x": ["", "1"],
+        "command: -n": ["", "-1 2"],
+        "hyperparameters: AdamW 1.0.lr": ["0.1", "0.001 (the largest seen)"],
+        "hyperparameters: AdamW 1.0.initial_lr": ["0.1", ""],
+    }
+    assert "--learning_rate" in compared(*runs, "--out", out).stdout
+    assert "S3cr" not in out.read_text()
+
+
+def test_a_guard_alone_has_its_pace_and_its_goodput(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that a restart made again, and the gap before it, are no progress; a script's saves are not counted."""
+    script, folder, at = make_run(tmp_path / "script"), tmp_path / "guard" / "recorder" / "rank0", [0.0]
+    monkeypatch.setattr("holdfast.recorder.ring.time_ns", lambda: round((BEGAN + at[0]) * 1e9))
+    box = BlackBox(folder)
+    for number in [*range(1, 11), *range(66, 76)]:
+        at[0], step = number, number if number <= 10 else number - 60
+        box.step(StepMark.COMMITTED, step, 8, 1.0, 0.5, seconds=0.5)
+    box.close()
+    ended = happened("epoch_ended", 10, 10, epochs=1, steps=10, batches=20, batch_size=4)
+    write_events(folder, ended, happened("resumed", 65, 5), happened("closed", 76, 15, how="finished"))
+    facts = json.loads(compared(folder.parents[1], script, "--json", "--out", tmp_path / "p.html").stdout)["facts"]
+    again = 10 * 5 / 20.5  # from 0.5 to 76 s, of which 55 s down, 10 s in steps
+    expected = {"steps": 10 - again, "steps made again": again, "between steps": 10.5, "down": 55}
+    assert goodput(gather(folder.parents[1])) == pytest.approx(expected)
+    assert facts["time that made steps"][0] == f"{(10 - again) / 75.5:.1%}"
+    assert (facts["steps a second"], facts["samples a second"]) == (["1", "10"], ["8", ""])
+    assert facts["checkpoints"] == ["0", ""]
 
 
 def test_attempts_are_one_curve_of_the_first_rank(tmp_path: Path) -> None:

@@ -296,6 +296,15 @@ def test_without_a_guard_what_is_not_known_is_not_guessed(tmp_path):
     assert "are not known: no Guard" in drawn(Watched(tmp_path, Clock()), 120)
 
 
+def test_a_worker_and_a_launcher_run_and_do_not_start_for_ever(tmp_path):
+    """What they do is not seen: only that they live, in the table and for machines."""
+    for role in ("loader worker", "launcher"):
+        add_process(tmp_path / role, phase=Phase.STARTING, pid=os.getpid(), role=role)
+        watched = Watched(tmp_path / role, SystemClock())
+        assert [each["phase"] for each in watched.look().as_json()["processes"]] == [None]
+        assert re.search(rf"{role.split()[-1]} \d+ +running", drawn(watched, 80))
+
+
 def test_events_are_said_in_words():
     """What holds nothing is left out; sizes and durations have units; a sentence comes first."""
     data = {
