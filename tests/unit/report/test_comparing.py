@@ -69,7 +69,7 @@ def test_of_long_commands_the_arguments_that_differ_are_shown_and_rates_as_they_
     """Not a whole line that is cut, nor the first rate of a warm-up: the one of a schedule, else the largest seen."""
     runs, many = [], [word for number in range(60) for word in (f"--same_{number}", "value")]
     for name, rate, own in (("a", "0.1", ["--fast"]), ("b", "0.2", ["lr.x=1", "-n", "-1", "2"])):
-        line = " ".join(["train.py", *many, f"--learning_rate={rate}", "--token", "S3cr", *own])
+        line = " ".join(["train.py", *many, f"--learning_rate={rate}", "--token", "-S3cr", *own])
         runs.append(make_run(tmp_path / name, steps=300, argv=["bash", "-c", line]))
     settings = {"AdamW 1.0.lr": 1e-7, "AdamW 1.0.eps": 1e-8}
     write_settings(runs[0] / "processes" / f"{GONE}-7", settings | {"AdamW 1.0.initial_lr": 0.1})
