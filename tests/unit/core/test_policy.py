@@ -193,17 +193,13 @@ _CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"clip_by": "group"}, "clip_by='group' with max_grad_norm=None"),
     ({"clip_by": "optimizer", "max_grad_norm": None}, "clip_by='optimizer' with max_grad_norm=None"),
     ({"drop_nonfinite_samples": True, "provenance": False}, "drop_nonfinite_samples=True with provenance=False"),
-    (
-        {"allow_split_with": ("buffers",), "micro_batch_size": None},
-        "allow_split_with=('buffers',) with micro_batch_size=None",
-    ),
-]
+    ({"allow_split_with": ("buffers",), "micro_batch_size": None},
+     "allow_split_with=('buffers',) with micro_batch_size=None"),
+]  # fmt: skip
 _AGREEMENTS: list[dict[str, Any]] = [
-    {"clip_by": "group", "max_grad_norm": 1.0},
-    {"clip_by": "optimizer", "max_grad_norm": 1.0},
-    {"drop_nonfinite_samples": True, "provenance": True},
-    {"allow_split_with": ("buffers",), "micro_batch_size": 4},
-]
+    {"clip_by": "group", "max_grad_norm": 1.0}, {"clip_by": "optimizer", "max_grad_norm": 1.0},
+    {"drop_nonfinite_samples": True, "provenance": True}, {"allow_split_with": ("buffers",), "micro_batch_size": 4},
+]  # fmt: skip
 
 
 def test_fields_that_exclude_each_other_are_refused() -> None:
@@ -268,13 +264,9 @@ def test_a_bad_option_is_an_error_of_the_policy(arguments: tuple[str, ...], rule
     ids=["alias", "deep", "deep by dashes", "date", "figures", "bool", "int", "key", "nul", "python", "long"],
 )  # fmt: skip
 def test_hostile_yaml_is_refused(tmp_path, monkeypatch, text):
-    """In a file H103, in a variable H102: never gigabytes of an alias, a bare error, or an object of its own.
-
-    A lone text that is no number is the value of its line.
-    """
-    path = tmp_path / "policy.yaml"
+    """In a file H103, or H102 of a lone text's line, in a variable H102; never gigabytes, a bare error, an object."""
+    path, lone = tmp_path / "policy.yaml", text.endswith(("99-99", "9999"))
     path.write_text(text)
-    lone = text.endswith(("99-99", "9999"))
     with pytest.raises(PolicyError, match=r"policy\.yaml, line 1\)(.|\n)*H102" if lone else "H103"):
         Policy.from_yaml(path)
     if "\0" not in text:
