@@ -51,7 +51,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "forecast_large": ("forecast",),
     "forecast_live": ("forecast",),
     "forecast_peers": ("forecast",),
-    "gpu_device_prefetch": ("loader/device_prefetch.py",),
     "gpu_forecast": ("forecast",),
     "gpu_oom_recovery": _STEP,
     "gpu_step_overhead": _STEP,

@@ -52,7 +52,6 @@ SCRIPTS = (
     "evals.chaos",
     "gpu.step_overhead",
     "gpu.oom_recovery",
-    "gpu.device_prefetch",
     "gpu.forecast",
 )
 RESULTS = {
