@@ -306,7 +306,6 @@ class Steps:
         self.parts = session.parts
         self._record = session.record
         self._clock = session.clock
-        self._opened_at = self._clock.monotonic_seconds()
 
     def step(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None) -> StepResult:
         """Make a step; see `Guard.step`."""
@@ -348,8 +347,6 @@ class Steps:
                 state.skipped()
                 reason = self.recovery.after_refused_step(outcome)
             diagnosis.step_ended(outcome, names, reason)
-            if outcome.committed and diagnosis.seeks_cause:
-                self.engine.search_cause(batch, loss_fn, names, split, self._clock, self._opened_at)
             facts, mark = outcome.attempt.facts, StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
             seconds = self._clock.monotonic_seconds() - started
             self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds,

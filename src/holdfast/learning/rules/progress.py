@@ -127,7 +127,8 @@ def _no_better_than_constant(facts: Facts, say: Say) -> Iterator[Finding]:
             f"{progress.baseline:.4g}"
         )
         fix = (
-            "find out whether one batch can be overfitted (H829), and whether the output depends on the input (H830)."
+            "find out whether a fresh Adam overfits eight samples, and whether the loss changes when they are given "
+            "each other's inputs."
         )
         yield say(what, fix)
 
