@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from holdfast.core.events import run_events
@@ -17,7 +15,6 @@ from holdfast.explain.rules import find_rule
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
 from holdfast.learning.finding import Finding, with_origin
-from holdfast.learning.inputs import tensors_in
 from holdfast.learning.observer import Observer
 
 if TYPE_CHECKING:
@@ -38,7 +35,6 @@ class Diagnosis:
         self._max_grad_norm = policy.max_grad_norm
         self._observer: Observer | None = None
         self._is_open = False
-        self._newest_batch: weakref.ref[Any] | None = None  # by its first tensor
         self._origin: str | None = None  # where NaN or Inf came from, in the newest step that was traced
         for rule in policy.ignore_rules:
             find_rule(rule)
@@ -70,24 +66,6 @@ class Diagnosis:
                 self._observer.finish()
                 self._emit(self._observer.take_fresh())
             self._observer.close()
-
-    def given(self, batch: Any, *, again: bool) -> None:
-        """Take in what the next step is given.
-
-        Args:
-            batch: It.
-            again: Whether it is known to be the batch of the step before.
-        """
-        if self._observer is None:
-            return
-        last = self._newest_batch() if self._newest_batch is not None else None
-        plain = type(batch) in (list, tuple) and batch and isinstance(batch[0], Tensor)
-        first = batch[0] if plain else next(iter(tensors_in(batch)), batch)
-        try:  # noqa: SIM105 - in every step
-            self._newest_batch = weakref.ref(first)
-        except TypeError:
-            pass  # a list without tensors takes no weak reference
-        self._observer.mode.loaded = not again and first is not last
 
     def attempt(self) -> contextlib.AbstractContextManager[None] | None:
         """Return the context of a forward and backward pass that is looked at, or None."""

@@ -321,7 +321,6 @@ class Steps:
         # A name for the losses of this function and these optimizers, the same after every restart.
         optimizer = "+".join(names)
         series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
-        diagnosis.given(batch, again=state.batch_is_used)
         self._record.step(StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0)
         try:
             outcome = self.engine.run(
