@@ -133,7 +133,7 @@ class Policy:
 
     diagnose: kinds.Flag = True
     """Whether to look for the reasons why a model does not learn: exact contracts in the first steps, samples
-    later; once a rule says that nothing is learnt and none says why, trials on the last batch, on a copy."""
+    later."""
 
     objective: kinds.Objective = "minimize"
     """What the loss means. In ``"adversarial"`` and ``"reinforcement"`` training its level says nothing, so spikes
