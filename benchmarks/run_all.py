@@ -20,9 +20,7 @@ SCRIPTS = (
     "run_overhead",
     "malloc_threshold",
     "recorder",
-    "order",
     "loader_overhead",
-    "feature_cache",
     "async_saving",
     "forecast_large",
     "false_alarms",
@@ -38,7 +36,6 @@ SCRIPTS = (
     "ranks",
     "rank_peers",
     "integrations",
-    "guided_attention",
     "recipes",
     "forecast_live",
     "forecast_extrapolation",
@@ -47,7 +44,6 @@ SCRIPTS = (
     "loader_faults",
     "save_kills",
     "bit_flips",
-    "full_disk",
     "hang_detection",
     "leak_lines",
     "supervised_kills",
@@ -56,7 +52,6 @@ SCRIPTS = (
     "evals.chaos",
     "gpu.step_overhead",
     "gpu.oom_recovery",
-    "gpu.device_prefetch",
     "gpu.forecast",
 )
 RESULTS = {

@@ -16,7 +16,6 @@ import difflib
 import importlib.util
 import inspect
 import math
-import os
 import time
 import types
 import typing
@@ -279,9 +278,9 @@ def _given(parser: _Parser, argv: Sequence[str] | None, found: argparse.Namespac
     )
 
 
-def variables() -> dict[str, Any]:
-    """Return the fields of the policy that ``HOLDFAST_*`` variables set, with their values."""
-    return from_environment(os.environ, _OF_THE_POLICY - {"preset"})
+def variables() -> Mapping[str, Any]:
+    """Return the fields of the policy that ``HOLDFAST_*`` variables set, with what they say."""
+    return from_environment()
 
 
 def nothing_to_resume(run_dir: Path) -> str:

@@ -9,7 +9,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.policy.policy import Objective
+from holdfast.core.policy.kinds import Objective
 from holdfast.numerics.spikes import Level, SpikeDetector
 
 _SETTINGS = settings(deadline=None, max_examples=40)

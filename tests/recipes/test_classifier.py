@@ -109,7 +109,7 @@ def test_every_fault_is_named(fault, digits, undisturbed, tmp_path):
 def test_the_healthy_run_is_left_in_peace(digits, tmp_path):
     """Beyond the first window of the diagnosis nothing is found, skipped or healed, and digits are learnt."""
     ended = Ended(tmp_path / "run", digits, "--max-steps", 420)
-    unusual = ("finding", "preflight", "skip_step", "loader_healed", "sample_quarantined", "searched_cause")
+    unusual = ("finding", "preflight", "skip_step", "loader_healed", "sample_quarantined")
     assert ended.events(*unusual) == []
     assert ended.result["figures"]["found"] == []
     assert ended.result["figures"]["test_accuracy"] > 0.75

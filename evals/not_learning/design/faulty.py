@@ -9,7 +9,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from evals.not_learning import data, parts
 from evals.not_learning.program import Programs, adam, adamw, faulty, sgd, update
@@ -164,26 +164,6 @@ class FaultyData(Programs):
         for _ in self.watched(range(8), model, sgd(model, 0.1, momentum=0.9)):
             for xb, yb in loader:
                 self.update(F.cross_entropy(model(xb), yb))
-
-    @faulty("H861")
-    def sampler_without_set_epoch(self) -> None:
-        """DistributedSampler draws its order from the number of the epoch, and nobody says which one it is."""
-        x, y, *_ = data.digits(self.seed)
-        sampler = DistributedSampler(range(len(x)), num_replicas=2, rank=0)
-        loader = DataLoader(TensorDataset(x, y), batch_size=32, sampler=sampler)
-        model = parts.mlp(64, 64, 10)
-        self.fit(model, adam(model, 0.001), data.endless(loader, 450), F.cross_entropy)
-
-    @faulty("H861")
-    def same_noise_for_every_batch(self) -> None:
-        """Seeded where a batch is augmented, so that the noise is one picture on top of all."""
-        model = parts.mlp(64, 64, 10)
-
-        def loss(x: Tensor, y: Tensor) -> Tensor:
-            generator = torch.Generator().manual_seed(0)
-            return F.cross_entropy(model(x + 0.3 * torch.randn(x.shape, generator=generator)), y)
-
-        self.descend(model, adam(model, 0.001), data.batches(data.digits(self.seed), 32, 400), loss)
 
     @faulty("H845", shows="H833")
     def same_batch_again_and_again(self) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from holdfast.core.events import run_events
@@ -16,15 +14,11 @@ from holdfast.core.policy.policy import Policy
 from holdfast.explain.rules import find_rule
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
-from holdfast.learning.finding import Finding, demoted, with_origin
-from holdfast.learning.inputs import tensors_in
+from holdfast.learning.finding import Finding, with_origin
 from holdfast.learning.observer import Observer
 
 if TYPE_CHECKING:
     from holdfast.guard.result import Attempt, Outcome
-
-_NO_PROGRESS = ("H826", "H828", "H832")
-_WRECKED = {"H801", "H802", "H825", "H826", "H847"}
 
 
 class Diagnosis:
@@ -41,10 +35,7 @@ class Diagnosis:
         self._max_grad_norm = policy.max_grad_norm
         self._observer: Observer | None = None
         self._is_open = False
-        self._newest_batch: weakref.ref[Any] | None = None  # by its first tensor
         self._origin: str | None = None  # where NaN or Inf came from, in the newest step that was traced
-        self.seeks_cause = False
-        """Whether a rule has just said that the run does not learn, and none why."""
         for rule in policy.ignore_rules:
             find_rule(rule)
         if policy.diagnose:
@@ -76,24 +67,6 @@ class Diagnosis:
                 self._emit(self._observer.take_fresh())
             self._observer.close()
 
-    def given(self, batch: Any, *, again: bool) -> None:
-        """Take in what the next step is given.
-
-        Args:
-            batch: It.
-            again: Whether it is known to be the batch of the step before.
-        """
-        if self._observer is None:
-            return
-        last = self._newest_batch() if self._newest_batch is not None else None
-        plain = type(batch) in (list, tuple) and batch and isinstance(batch[0], Tensor)
-        first = batch[0] if plain else next(iter(tensors_in(batch)), batch)
-        try:  # noqa: SIM105 - in every step
-            self._newest_batch = weakref.ref(first)
-        except TypeError:
-            pass  # a list without tensors takes no weak reference
-        self._observer.mode.loaded = not again and first is not last
-
     def attempt(self) -> contextlib.AbstractContextManager[None] | None:
         """Return the context of a forward and backward pass that is looked at, or None."""
         return None if self._observer is None or not self._observer.due() else self._observer.begin_step()
@@ -124,32 +97,7 @@ class Diagnosis:
             self._origin = reason
         limit, facts = self._max_grad_norm, outcome.attempt.facts
         clipped = limit if limit is not None and facts.total > limit else 0.0
-        fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
-        if not fresh:
-            return
-        self._emit(fresh)
-        if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
-            known = self._observer.findings()
-            self.seeks_cause = not any(each.kind == "cause" and each.severity != "note" for each in known)
-
-    @contextlib.contextmanager
-    def not_observing(self) -> Iterator[None]:
-        """Look away: what is tried inside is no part of the run."""
-        assert self._observer is not None
-        self.seeks_cause = False
-        self._observer.close()
-        try:
-            yield
-        finally:
-            self._observer.install()
-
-    def tried(self, found: Sequence[Finding]) -> None:
-        """Take in what a search for the cause has found."""
-        known = {finding.rule for finding in self._observer.findings()} if self._observer is not None else set()
-        if known & _WRECKED:  # units that died of a divergence do not see the inputs either
-            found = [demoted(each, "H826") if each.rule == "H830" else each for each in found]
-        self._record.emit(run_events.SearchedCause(found=tuple(each.rule for each in found if each.kind == "cause")))
-        self._emit(found)
+        self._emit(self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped))
 
     def validated(self, value: float) -> None:
         """Take in the loss of an evaluation."""

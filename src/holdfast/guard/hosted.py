@@ -20,7 +20,8 @@ from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import EventData
-from holdfast.core.policy.policy import Policy
+from holdfast.core.policy.kinds import check
+from holdfast.core.policy.policy import Policy, fields
 from holdfast.core.policy.sources import PREFIX, from_environment
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.guard import Guard, evaluating
@@ -56,10 +57,10 @@ def agreed(
         PolicyError: H109, for a value that says otherwise: a ``HOLDFAST_*`` variable, or another than the default.
     """
     usual = {each.name: each.default for each in dataclasses.fields(Policy)}
-    variables = from_environment(os.environ, usual)
+    variables = from_environment()
     for name, value in settings.items():
         mine = getattr(found, name)
-        by_variable = name in variables and variables[name] == mine
+        by_variable = name in variables and check(name, fields()[name], variables[name]) == mine
         if mine != value and (mine != usual[name] or by_variable):
             where = f"environment variable {PREFIX}{name.upper()}" if by_variable else "holdfast policy"
             raise PolicyError(

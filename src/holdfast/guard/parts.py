@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.core.errors import PolicyError, did_you_mean
-from holdfast.core.policy.policy import Precision
+from holdfast.core.policy.kinds import Precision
 from holdfast.guard.phase import RunState
 from holdfast.numerics.eager import as_written
 

@@ -153,10 +153,6 @@ class InputFacts:
     fingerprints: int = 0  # batches that were recognised by their contents
     different: int = 0
     longest_repeat: int = 0
-    compared_pairs: int = 0  # batches of a loader, each with the one before it
-    repeated_pairs: int = 0
-    period: int = 0  # steps after which all batches come again, in the same order
-    periodic: int = 0  # batches that were seen again at that distance
     examined: int = 0  # calls whose values were looked at
     constant: int = 0  # of these, batches without difference between samples
     flat: int = 0  # batches that hold one value only
@@ -178,8 +174,6 @@ class Facts:
     backwards: int = 0
     backwards_since_step: int = 0
     early_clips: int = 0  # steps in a row in which gradients were clipped before backward, and not after
-    permuted: int = 0  # how many numbers were put in a random order at once, at most
-    same_draws: dict[str, int] = field(default_factory=dict)  # random functions with one result; in how many steps
     followed: bool = False  # a copy of the model is computed with in each step, and its weights change
     strays: int = 0  # trainable parameters that a model computes with and does not own
     optimizers: dict[str, OptimizerFacts] = field(default_factory=dict)

@@ -43,17 +43,13 @@ _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_tra
 _NORMALISERS = ("softmax", "log_softmax", "log")
 _DIFFERENCES = ("sub", "rsub", "__sub__", "__rsub__", "subtract")
 _ACTIVATIONS = {"relu": "relu", "relu_": "relu", "tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid"}
-_BACKWARD, _LOADING = (
-    "backward",
-    "_record_function_enter_new",
-)  # each batch of a torch loader is a range of the profiler
-_RANDOM = ("rand", "randn", "rand_like", "randn_like", "randint", "normal_", "uniform_")
+_BACKWARD = "backward"
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _GRADIENT: Any = torch.Tensor.grad
 _READS = _GRADIENT.__get__
-_ALWAYS_SEEN = frozenset((*_WITH_TARGET, _BACKWARD, _LOADING, "randperm"))
+_ALWAYS_SEEN = frozenset((*_WITH_TARGET, _BACKWARD))
 _SEEN = _ALWAYS_SEEN.union(
-    _ACTIVATIONS, _LAYERS, _SIGNED_TARGETS, _NORMALISERS, _DIFFERENCES, _RANDOM, ("ctc_loss", _READS.__name__)
+    _ACTIVATIONS, _LAYERS, _SIGNED_TARGETS, _NORMALISERS, _DIFFERENCES, ("ctc_loss", _READS.__name__)
 )
 
 
@@ -61,8 +57,8 @@ class FunctionMode(TorchFunctionMode):
     """Sees calls while it is entered.
 
     Facts about losses go into `places`. Called are `on_activation` with the name and the output of each relu, tanh
-    and sigmoid, `on_backward` with the loss, `on_weight` with each parameter that a layer computes with and whether
-    there is a graph, and `on_draw` with the name and the result of each function that draws random numbers.
+    and sigmoid, `on_backward` with the loss, and `on_weight` with each parameter that a layer computes with and
+    whether there is a graph.
     """
 
     def __init__(
@@ -71,20 +67,15 @@ class FunctionMode(TorchFunctionMode):
         on_activation: Callable[[str, Tensor], None],
         on_backward: Callable[[Tensor], None],
         on_weight: Callable[..., None] = lambda *_, **__: None,
-        on_draw: Callable[[str, Tensor], None] = lambda *_: None,
     ) -> None:
         super().__init__()
         self.closely = True  # else only the values and the targets of losses are looked at
-        self.loaded = False
-        """Whether a torch loader with workers was asked for a batch to train with, since this was last False."""
         self.in_backward = False
         self.order = ""
         """Of this step: c for each gradient that was clipped, b for each backward pass."""
-        self.permuted = 0
         self._embedded: list[Tensor] = []  # in this pass, sequences only
         self._places = places
         self._on_activation, self._on_backward, self._on_weight = on_activation, on_backward, on_weight
-        self._on_draw = on_draw
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -105,15 +96,8 @@ class FunctionMode(TorchFunctionMode):
             finally:
                 self.in_backward = False
         result = func(*args, **kwargs)
-        if name == _LOADING:
-            by_workers = "#_MultiProcessing" in str(args[0])  # the name of its class
-            self.loaded = self.loaded or (by_workers and torch.is_grad_enabled())
-        elif name == "randperm":
-            self.permuted = max(self.permuted, result.numel())
-        elif func == _READS:
+        if func == _READS:
             self.order += "c" if _is_clipping() else ""
-        elif name in _RANDOM:
-            self._on_draw(name, result)
         elif name in _LAYERS:
             self._layer(name, args, result)
         elif torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad:

@@ -39,9 +39,8 @@ class InputObserver:
 
     def __init__(self) -> None:
         self._facts = InputFacts()
-        # Of what, new from a loader, no step left out before it, in which step.
-        self._prints: list[tuple[int, bool, bool, int]] = []
-        self._step, self._follows, self._first_of_step = 0, False, True
+        self._prints: list[int] = []
+        self._step, self._first_of_step = 0, True
         self._scales: list[float] = []
         self._offsets: list[float] = []
         self._varied = False
@@ -49,13 +48,13 @@ class InputObserver:
     def begin_step(self, number: int) -> None:
         """Start a step: only its first batch is compared with those of others, since a step may use one twice.
 
-        Steps that are not observed count too; another attempt has the same number again.
+        Another attempt has the same number again.
         """
         if number != self._step:
-            self._first_of_step, self._follows, self._step = True, number == self._step + 1, number
+            self._first_of_step, self._step = True, number
 
-    def note_arguments(self, tree: Any, *, loaded: bool = True, closely: bool = True) -> None:
-        """Add the arguments of a call in training; `loaded`: new from a loader; `closely`: their values too."""
+    def note_arguments(self, tree: Any, *, closely: bool = True) -> None:
+        """Add the arguments of a call in training; `closely`: their values too."""
         facts, found = self._facts, tensors_in(tree)
         facts.calls += 1
         self._varied = False
@@ -65,8 +64,7 @@ class InputObserver:
         facts.batch = largest.shape[0] if largest.dim() else 0
         facts.largest_batch = max(facts.largest_batch, facts.batch)
         if self._first_of_step:
-            seen = hash(tuple(fingerprint(tensor) for tensor in found))
-            append_newest(self._prints, (seen, loaded, self._follows, self._step))
+            append_newest(self._prints, hash(tuple(fingerprint(tensor) for tensor in found)))
             self._first_of_step = False
         real = [t.detach() for t in found if t.is_floating_point() and not t.requires_grad]
         # Minus infinity is what masks are made of; NaN and plus infinity are not.
@@ -101,34 +99,13 @@ class InputObserver:
 
     def facts(self, *, windows: bool = True) -> InputFacts:
         """Return what was seen; without `windows` only what was counted."""
-        facts, prints = self._facts, [seen for seen, *_ in self._prints]
+        facts, prints = self._facts, self._prints
         if not windows:
             return facts
-        last: int | None = None
-        compared: list[bool] = []  # a batch of a loader with that before it, where no step between was left out
-        for seen, loaded, follows, _ in self._prints:
-            last = last if follows else None
-            if loaded:
-                compared += [] if last is None else [seen == last]
-                last = seen
         facts.fingerprints, facts.different = len(prints), len(set(prints))
         facts.longest_repeat = max((len(list(run)) for _, run in groupby(prints)), default=0)
-        facts.compared_pairs, facts.repeated_pairs = len(compared), sum(compared)
-        facts.period, facts.periodic = _period([(step, seen) for seen, *_, step in self._prints])
         facts.largest, facts.offset = median(self._scales), median(self._offsets)
         return facts
-
-
-def _period(batches: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return the distance of steps at which all batches come again, and how many did; 0 and 0 if there is none."""
-    newest: dict[int, int] = {}
-    period = 0
-    for step, seen in batches:
-        period = math.gcd(period, step - newest.get(seen, step))
-        newest[seen] = step
-    places: dict[int, int] = {}
-    equal = [places.setdefault(step % period, seen) == seen for step, seen in batches] if period else []
-    return (period, len(equal) - len(places)) if all(equal) else (0, 0)
 
 
 def _rows_equal(tensor: Tensor, relative: float = 0.0) -> bool:

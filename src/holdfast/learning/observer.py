@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Concatenate, ParamSpec
@@ -115,7 +114,7 @@ class Observer:
         self._schedulers = {name: SchedulerObserver(each) for name, each in (schedulers or {}).items()}
         self._inputs = {name: InputObserver() for name in models}
         self._layers, self._activations, self._losses = LayerObserver(names), ActivationObserver(), LossPlaces()
-        self.mode = FunctionMode(self._losses, self._on_activation, self._on_backward, self._on_weight, self._on_draw)
+        self.mode = FunctionMode(self._losses, self._on_activation, self._on_backward, self._on_weight)
         self.hooks = EagerHooks(self.mode, lost=compiled)
         self._inside = False  # a model's own forward is running
         self._owned, self._strays = set[int](), set[int]()
@@ -123,8 +122,6 @@ class Observer:
         self._copies: dict[int, int] = {}  # first fingerprints of weights that no optimizer holds
         self._copied, self._examined = set[int](), 0  # steps with such, steps that were examined
         self._copies_change = False
-        self._draws: Counter[str] = Counter()  # of this step
-        self._first_draws: dict[str, int] = {}
         self._path: list[str] = []  # of the modules that run
         self._calls = 0
         self._ticks = self._observed = 0
@@ -194,7 +191,6 @@ class Observer:
         self.sampled, self._inside = True, False
         self._calls = 0
         self._path.clear()
-        self._draws.clear()
         self.mode.order = ""
         for inputs in self._inputs.values():
             inputs.begin_step(self._ticks)
@@ -228,9 +224,8 @@ class Observer:
             self._inside = True
             self._calls += 1
             if self._calls <= _CALLS_PER_STEP:
-                how = {"loaded": self.mode.loaded, "closely": self.mode.closely}
                 with torch.no_grad(), torch._C.DisableTorchFunction():
-                    self._inputs[name].note_arguments((args, kwargs) if kwargs else args, **how)
+                    self._inputs[name].note_arguments((args, kwargs) if kwargs else args, closely=self.mode.closely)
 
     @_harmless
     def _answered(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -252,14 +247,6 @@ class Observer:
             seen = fingerprint(weight)
             self._copies_change = self._copies_change or self._copies.setdefault(id(weight), seen) != seen
             self._copied.add(self._ticks)
-
-    @_harmless
-    def _on_draw(self, function: str, result: Tensor) -> None:
-        self._draws[function] += 1
-        many = result.numel() >= (1 if result.is_floating_point() else 16)  # a few whole numbers are equal by chance
-        if many and self._draws[function] <= _CALLS_PER_STEP and not isinstance(result, nn.Parameter):
-            call, seen, same = f"{function}#{self._draws[function]}", fingerprint(result), self._facts.same_draws
-            same[call] = same.get(call, 0) + 1 if self._first_draws.setdefault(call, seen) == seen else -(10**9)
 
     @_harmless
     def _on_backward(self, loss: Tensor) -> None:
@@ -324,7 +311,6 @@ class Observer:
             if clipped:
                 each.known.clipped_steps, each.known.clipped_to = each.known.clipped_steps + 1, clipped
         self._ticks += 1
-        self.mode.loaded = False
         window = self._window_due()
         if not (window or self.sampled):
             return []
@@ -357,7 +343,7 @@ class Observer:
         owned, held = self._ids()
         facts = self._facts
         facts.steps = self.steps
-        facts.strays, facts.permuted = len(self._strays), self.mode.permuted
+        facts.strays = len(self._strays)
         facts.followed = self._copies_change and len(self._copied) >= 0.8 * self._examined
         facts.layers = self._layers.facts(windows=windows)
         facts.optimizers = {name: each.facts(owned, windows=windows) for name, each in self._optimizers.items()}

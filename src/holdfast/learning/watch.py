@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.policy.policy import Objective, Policy
+from holdfast.core.policy.kinds import Objective
+from holdfast.core.policy.policy import Policy
 from holdfast.explain.rules import find_rule
 from holdfast.learning.finding import Finding
 from holdfast.learning.observer import Observer

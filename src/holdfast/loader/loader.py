@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from holdfast.loader.arguments import (
     start_method,
     why_undivided,
 )
-from holdfast.loader.device_prefetch import prefetched
+from holdfast.loader.device import moved, target_of
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
 from holdfast.loader.order.ranks import ranks_now, steps_left
@@ -140,8 +139,8 @@ class DataLoader(TorchDataLoader[Any]):
             items, and those of a dataset that asks for ranks, are divided among ranks only if you pass ``rank``.
         rank: Which rank this is; None: as ``torch.distributed`` says.
         world_size: Number of ranks; None: as ``torch.distributed`` says.
-        device: Where batches are copied to, one ahead of the loop on a stream of its own; best with
-            ``pin_memory=True``. None leaves them on the host.
+        device: Where each batch is copied to when it is asked for; best with ``pin_memory=True``, so that the host
+            does not wait. None leaves them on the host.
         **kwargs: As torch. ``timeout`` is how long the loop waits for a batch before workers are replaced; also
             without it a worker that is stuck is found, after a minute or eight times the longest sample so far. Its
             start and ``worker_init_fn`` may take ten times as long. Batches always come in order, since a position is
@@ -253,16 +252,16 @@ class DataLoader(TorchDataLoader[Any]):
         drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
         self._base_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
         source = self._stream_source() if self._plan is None else self._map_source()
-        places: deque[Place] = deque()
-        # Copies to a device run one batch ahead, so each batch's place is kept until it is handed out.
-        with contextlib.closing(prefetched(self._batches(source, places, drawn), self.device)) as batches:
-            for batch in batches:
-                if not isinstance(batch, _Failed):
+        target = target_of(self.device)
+        with contextlib.closing(self._batches(source, drawn)) as batches:
+            for batch, place in batches:
+                if place is not None:
+                    batch = moved(batch, target)  # first: a copy that fails is no batch that was handed out
                     # Another iterator of this loader, such as a look at a batch, may have moved on meanwhile.
                     if self._epoch != epoch or not self._under_way:
                         self._epoch, self._under_way = epoch, True
                     self.repeats = self._plan is not None and self._plan.repeats(epoch, self._at.position)
-                    self._at = places.popleft()
+                    self._at = place
                 yield batch
         self._move_to(epoch + 1)
 
@@ -294,8 +293,8 @@ class DataLoader(TorchDataLoader[Any]):
     def _sampler(self) -> Sampled | None:
         return None if self._plan is None else self._plan.sampler
 
-    def _batches(self, source: MapSource | StreamSource, places: deque[Place], drawn: Drawn | None) -> Generator[Any]:
-        """Yield batches, and put down where the epoch stands after each."""
+    def _batches(self, source: MapSource | StreamSource, drawn: Drawn | None) -> Generator[tuple[Any, Place | None]]:
+        """Yield batches with where the epoch stands after each; None for an error that stands in the place of one."""
         if self._plan is not None and self._at.position and not self._plan.steps(self._at.position):
             self._nothing_left()
         if self._unchecked:
@@ -304,17 +303,16 @@ class DataLoader(TorchDataLoader[Any]):
         with contextlib.closing(self._recovery.batches(source)) as made:
             for count, (batch, report) in enumerate(made, start=self._at.position + 1):
                 if report.fatal is not None:
-                    yield _Failed(as_error(report.fatal, report))
+                    yield _Failed(as_error(report.fatal, report)), None
                     continue
                 if self._unchecked:  # once the size of a batch is known
                     self._check_machine(batch)
                     self._unchecked = False
                 self._draws |= report.draws
                 if isinstance(source, MapSource):
-                    places.append(Place(source.position, report.indices, drawn=drawn))
+                    yield batch, Place(source.position, report.indices, drawn=drawn)
                 else:
-                    places.append(Place(count, None, dict(source.positions), source.turn))
-                yield batch
+                    yield batch, Place(count, None, dict(source.positions), source.turn)
 
     def _nothing_left(self) -> None:
         """Warn of an iteration without batches, unless the host has said that it means this epoch."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-from holdfast.core.policy.policy import ClipBy
+from holdfast.core.policy.kinds import ClipBy
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 from holdfast.core.events.event import Decision, RollBack, SkipStep, Stop
-from holdfast.core.policy.policy import Objective, SpikeAction
+from holdfast.core.policy.kinds import Objective, SpikeAction
 
 _WINDOW = 128  # values that say what is usual; OLMo-core's window
 _LAG = 32  # newest values left out of it, so that a creeping change does not hide itself

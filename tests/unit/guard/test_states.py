@@ -16,7 +16,6 @@ from tests.unit.guard.guarded import Short, ask_for_too_much, events, guarded, t
 from torch import nn
 
 import holdfast
-from holdfast.guard.diagnosis import Diagnosis
 from holdfast.guard.state import states
 from holdfast.guard.state.states import StateKeeper
 from holdfast.guard.state.trees import same
@@ -116,16 +115,6 @@ def test_state_that_the_loss_changes_comes_back(tmp_path, kind, failure, at, mic
     retries = [event.data["promise"] for event in events if event.kind == "retry"]
     assert retries == ["bit-exact"] * (failure == "memory")
     assert "not_restored" not in {event.kind for event in events}
-
-
-def test_the_search_for_a_cause_leaves_registered_state_alone(tmp_path, monkeypatch):
-    """Where causes are tried in this process, as on an accelerator, the state is that of a run without the search."""
-    monkeypatch.setattr("holdfast.learning.probes.backward_works_in_a_copy", lambda: False)
-    expected, _, _ = train(tmp_path / "a", Plain(), lambda _: None, steps=3)
-    monkeypatch.setattr(Diagnosis, "seeks_cause", property(lambda _: True, lambda *_: None), raising=False)
-    found, _, events = train(tmp_path / "b", Plain(), lambda _: None, steps=3)
-    assert "searched_cause" in {event.kind for event in events}
-    assert same(found, expected)
 
 
 def test_state_that_is_too_large_to_copy_at_each_step_is_copied_once_it_changes(tmp_path, monkeypatch):

@@ -402,12 +402,6 @@ class Note(Finding):
     """A rule speaks of what is worth knowing and often intended."""
 
 
-class SearchedCause(EventData):
-    """Trials on the last batch looked for a cause; the rules that speak now."""
-
-    found: tuple[str, ...]
-
-
 class DiagnosisLimited(_Why):
     """The diagnosis sees less than it could."""
 

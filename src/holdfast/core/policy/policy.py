@@ -1,8 +1,8 @@
 """The settings of a run: frozen, validated, each with its meaning, default and the source of the default.
 
 Where a value comes from, strongest first: a keyword argument or an option of the command line, a ``HOLDFAST_*``
-variable, a YAML file, a preset, the default here. `_strongest` decides that; the sources are read in
-``sources``, and what each field may be stands in ``checks``.
+variable, a YAML file, a preset, the default here. The sources are read in ``sources``; what each field may be stands
+in ``kinds``, and pydantic checks it.
 """
 
 from __future__ import annotations
@@ -14,194 +14,169 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
 from holdfast.core.errors import PolicyError
-from holdfast.core.policy import sources
-from holdfast.core.policy.checks import (
-    CHECKS,
-    ClipBy,
-    Objective,
-    Precision,
-    SchedulerInterval,
-    SpikeAction,
-    SplitHazard,
-    bad_value,
-)
+from holdfast.core.policy import kinds, sources
 from holdfast.core.policy.presets import find_preset
-
-__all__ = ["ClipBy", "Objective", "Policy", "Precision", "SchedulerInterval", "SpikeAction", "SplitHazard"]
 
 _Class = TypeVar("_Class")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _layered(cls: type[_Class]) -> type[_Class]:
-    """Let a preset and the environment fill the fields that the caller did not give."""
+    """Let a preset and the environment fill the fields that the caller did not give, and check what is given."""
     made = dataclass(frozen=True, slots=True, kw_only=True)(cls)
     plain_init: Callable[..., None] = made.__init__
 
     @functools.wraps(plain_init)
-    def __init__(self: Any, **values: Any) -> None:  # noqa: N807
-        sources.check_keys(values, _fields())
-        variables = _variables()
-        try:
-            merged = _above_preset(_strongest({}, values))
-            plain_init(self, **{key: tuple(v) if isinstance(v, list) else v for key, v in merged.items()})
-        except PolicyError as error:
-            used = [key for key, value in variables.items() if values.get(key, value) == value]
-            raise sources.naming_variables(error, used) from error.__cause__
+    def __init__(self: Any, /, **arguments: Any) -> None:  # noqa: N807
+        given = _above_preset({**sources.from_environment(), **arguments})
+        plain_init(self, **{name: kinds.check(name, fields()[name], value) for name, value in given.items()})
+        for what, because, fix in _contradictions(self):
+            source = sources.named(*(value for name, value in given.items() if f"{name}=" in what))
+            raise PolicyError(what + source, limit=because, fix=fix, rule="H109")
 
-    made.__init__ = __init__  # type: ignore[method-assign]
+    made.__init__ = __init__  # type: ignore[assignment, method-assign]
     meanings = sources.meanings_of(Path(__file__), cls.__name__)
     listed = [f"    {name}: {' '.join(text.split())}" for name, text in meanings.items()]
     made.__doc__ = "\n".join([cls.__doc__ or "", "    Args, one for each field:", *listed, ""])
     return made
 
 
-def _fields() -> list[str]:
-    return [field.name for field in dataclasses.fields(Policy)]
+@functools.cache
+def fields() -> dict[str, Any]:
+    """Return what each field may be, as `kinds.check` takes it."""
+    return get_type_hints(Policy, include_extras=True)
 
 
-def _variables() -> dict[str, Any]:
-    return sources.from_environment(os.environ, _fields())
-
-
-def _strongest(file: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that count of a file, the variables and the arguments, the name of a preset among them."""
-    return {**file, **_variables(), **arguments}
-
-
-def _above_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, with those of the preset that they name below them."""
-    others = dict(values)
-    name = others.pop(sources.PRESET, None)
-    return others if name is None else {**find_preset(name).values(), **others}
+def _above_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is given by field, with the values of the preset that it names below it; H101 for another key."""
+    sources.check_keys(given, fields())
+    others = dict(given)
+    named = others.pop(sources.PRESET, None)
+    name = named.readings()[0] if isinstance(named, sources.Sourced) else named
+    if name is None:
+        return others
+    below = find_preset(name, sources.named(named)).values().items()
+    return {**{key: sources.Sourced(value, f"preset {name}") for key, value in below}, **others}
 
 
 @_layered
 class Policy:
     """How a run is kept alive. Every field can be given by name, in YAML, or as ``HOLDFAST_<FIELD>``."""
 
-    micro_batch_size: int | Literal["auto"] | None = "auto"
+    micro_batch_size: kinds.CountOrAuto = "auto"
     """Most samples in one forward/backward. ``"auto"``: the whole batch, less only after out-of-memory, and
     more again later. A number: never more than this. None: never split."""
 
-    grow_after_steps: int = 100
+    grow_after_steps: kinds.Count = 100
     """Clean steps before a larger micro-batch is tried again; doubled after each trial that fails.
     A failed trial costs at most two attempts, so trying once in 100 steps costs at most 2 %."""
 
-    forecast_micro_batch_size: int | None = None
+    forecast_micro_batch_size: kinds.OptionalCount = None
     """With ``micro_batch_size="auto"``: the size to start with, as `holdfast plan` forecast it. More is tried later,
     and at once where the third step leaves room for it. None: the whole batch."""
 
-    recompute: bool | tuple[str, ...] = True
+    recompute: kinds.FlagOrTexts = True
     """Whether activation checkpointing may be switched on when memory is short, for what saves most. Names,
     such as ``["encoder.layers.0"]``: these are recomputed from the first step on, and no others, as `holdfast plan`
     chose them."""
 
-    check_split: bool = True
+    check_split: kinds.Flag = True
     """Whether to test, once per loss function and on at most 4 samples, that splitting a batch leaves its
     gradient unchanged. Losses with in-batch negatives fail this test and are then never split."""
 
-    allow_split_with: tuple[SplitHazard, ...] = ()
+    allow_split_with: kinds.Hazards = ()
     """Hazards that you accept by name, although splitting then changes training: ``"batch_norm"`` (statistics
     of each micro-batch), ``"buffers"`` (updated once per micro-batch), ``"coupled_loss"`` (terms across
     samples)."""
 
-    cpu_malloc_threshold_bytes: int | Literal["auto"] | None = "auto"
+    cpu_malloc_threshold_bytes: kinds.CountOrAuto = "auto"
     """Size in bytes from which glibc gives freed memory back to the system at once; None leaves malloc alone.
     ``"auto"``: 4 MiB where memory can be refused (``ulimit -v`` or ``-d``, strict overcommit), which makes
     out-of-memory on the CPU recoverable (84 of 84, where glibc's default recovered 11 of 84) and doubles the time of
     steps with activations of that size; else 32 MiB, which is faster than glibc's default. A limit that is set after
     the guard was made is not seen. ``benchmarks/malloc_threshold`` measures both (glibc 2.36)."""
 
-    max_grad_norm: float | None = None
+    max_grad_norm: kinds.Limit = None
     """Largest gradient norm; larger gradients are scaled down to it. None turns clipping off."""
 
-    clip_by: ClipBy = "global"
+    clip_by: kinds.ClipBy = "global"
     """Over what the norm is taken: all gradients of the step (keeps the direction), each ``"optimizer"``, or
     each parameter ``"group"`` of each optimizer. They are different algorithms."""
 
-    provenance: bool = True
+    provenance: kinds.Flag = True
     """Whether a step with NaN or Inf is replayed to name the operation, module, parameter and sample that it came
     from. Costs nothing until it happens."""
 
-    drop_nonfinite_samples: bool = False
+    drop_nonfinite_samples: kinds.Flag = False
     """Whether a step with NaN or Inf is made again without the samples that it came from, where they are found;
     False skips the whole step."""
 
-    nonfinite_patience: int | None = 3
+    nonfinite_patience: kinds.OptionalCount = 3
     """Steps in a row that may be skipped for NaN or Inf before the run returns to its last good checkpoint.
     None: skip for ever. 3: SpeechBrain's default."""
 
-    max_rollbacks: int = 2
+    max_rollbacks: kinds.CountOrZero = 2
     """Returns to a checkpoint in a row before the run stops. A row ends ``nonfinite_patience`` steps beyond the
     step that the last return came from."""
 
-    spike_action: SpikeAction = "warn"
+    spike_action: kinds.SpikeAction = "warn"
     """The strongest answer to a loss and gradient norm that stand far out: ``"off"``; ``"warn"``; ``"skip"`` such
     steps; ``"roll_back"`` to the last good state when they persist, and pass over the batches that led there. Not by
     default: a new task, or a term of the loss that sets in, looks the same."""
 
-    snapshot_interval_steps: int | None = 100
+    snapshot_interval_steps: kinds.OptionalCount = 100
     """Optimizer steps between copies of the state in host memory, to which a rollback returns; none are kept where
     they do not fit, and None keeps none: a rollback then returns to a checkpoint. 100: PaLM's restart distance."""
 
-    diagnose: bool = True
+    diagnose: kinds.Flag = True
     """Whether to look for the reasons why a model does not learn: exact contracts in the first steps, samples
-    later; once a rule says that nothing is learnt and none says why, trials on the last batch, on a copy."""
+    later."""
 
-    objective: Objective = "minimize"
+    objective: kinds.Objective = "minimize"
     """What the loss means. In ``"adversarial"`` and ``"reinforcement"`` training its level says nothing, so spikes
     are only warned of and rules about a falling loss are silent."""
 
-    frozen: tuple[str, ...] = ()
+    frozen: kinds.Texts = ()
     """Parameters that are meant not to learn, as shell patterns of their names such as ``"encoder.*"``."""
 
-    ignore_rules: tuple[str, ...] = ()
+    ignore_rules: kinds.Texts = ()
     """Rules of the diagnosis that shall be silent, such as ``"H808"``."""
 
-    precision: Precision = "fp32"
+    precision: kinds.Precision = "fp32"
     """Autocast type of the forward pass. ``"fp16"`` brings a loss scaler that holdfast owns."""
 
-    save_interval_steps: int | Literal["auto"] | None = "auto"
+    save_interval_steps: kinds.CountOrAuto = "auto"
     """Optimizer steps between checkpoints. ``"auto"``: by time, where saving and lost work together cost least
     (arXiv 2410.18124), from what saves take; in a young run after 5 seconds, then whenever it is twice as old as at
     its last one. None writes none, so there is nothing to roll back to; a run directory that holds checkpoints is
     resumed all the same."""
 
-    save_interval_minutes: float | None = None
+    save_interval_minutes: kinds.Limit = None
     """Most minutes from one checkpoint to the next, whatever ``save_interval_steps`` says: one is due at the first
     step after that. None: no such limit. SpeechBrain's ``ckpt_interval_minutes``."""
 
-    async_save: bool = True
+    async_save: kinds.Flag = True
     """Whether checkpoints are written while training goes on, from a copy of the state in host memory. The first and
     the last of a run are not; nor is any where the copy would take more than a quarter of the memory available."""
 
-    save_overhead: float = 0.01
+    save_overhead: kinds.Share = 0.01
     """The largest share of the time that saves may take from training, for ``save_interval_steps="auto"``; on the CPU
     also of what their writer computes. 0.01: CheckFreq (FAST '21) allows itself 0.035."""
 
-    mean_time_between_failures_hours: float = 24.0
+    mean_time_between_failures_hours: kinds.Hours = 24.0
     """Expected time from one failure of the job to the next, crashes of your own and preemptions among them, for
     ``save_interval_steps="auto"``. 24: Google Cloud ends its preemptible machines after that at the latest. Hardware
     alone lets a node of 8 GPUs live for 150 to 260 days (arXiv 2410.21680, 2407.21783)."""
 
-    keep_latest_k: int = 3
+    keep_latest_k: kinds.Count = 3
     """Good checkpoints to keep, the newest; at least 1."""
 
-    scheduler_interval: SchedulerInterval | None = "step"
+    scheduler_interval: kinds.StepEpochOrNone = "step"
     """When the learning-rate scheduler is advanced: after each optimizer ``"step"`` that moved the weights,
     after each ``"epoch"``, or never (None: you call it)."""
-
-    def __post_init__(self) -> None:
-        """Check every field by itself, and then the fields against each other.
-
-        Raises:
-            PolicyError: H102, naming the field, its value and what is allowed; H109 for two that exclude each other.
-        """
-        _check(self)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:
@@ -218,7 +193,7 @@ class Policy:
             >>> Policy.from_yaml(file, keep_latest_k=2).max_grad_norm
             5.0
         """
-        return cls(**_strongest(sources.from_yaml(Path(path), _fields()), overrides))
+        return cls(**{**sources.from_yaml(Path(path)), **sources.from_environment(), **overrides})
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Policy:
@@ -260,7 +235,7 @@ class Policy:
             >>> policy.max_grad_norm, policy.keep_latest_k
             (1.0, 2)
         """
-        file, given = sources.from_options(namespace, _fields())
+        file, given = sources.from_options(namespace, fields())
         return cls.of(file, **given)
 
     @classmethod
@@ -282,18 +257,7 @@ class Policy:
         Raises:
             PolicyError: H101, H102, H109 or H110.
         """
-        sources.check_keys(overrides, _fields())
         return Policy(**{**dataclasses.asdict(self), **_above_preset(overrides)})
-
-
-def _check(policy: Policy) -> None:
-    """Check every field by itself (H102), and then the fields against each other (H109)."""
-    for name, (allowed, is_allowed) in CHECKS.items():
-        value = getattr(policy, name)
-        if not is_allowed(value):
-            raise bad_value(name, value, allowed)
-    for what, because, fix in _contradictions(policy):
-        raise PolicyError(what, limit=because, fix=fix, rule="H109")
 
 
 def _contradictions(policy: Policy) -> Iterator[tuple[str, str, str]]:

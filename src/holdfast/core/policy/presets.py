@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ class Setting(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
+class Preset(NamedTuple):
     """The settings of a domain, by field; a value may equal the default, since the recipes chose it too."""
 
     name: str
@@ -41,17 +39,17 @@ def presets() -> Mapping[str, Preset]:
     """Return all presets by name, from ``presets.json``: ``name: [about, {field: [value, source]}]``."""
     found = json.loads(resources.files(__package__).joinpath("presets.json").read_text(encoding="utf-8"))
     return {
-        name: Preset(name=name, about=about, settings={field: Setting(*each) for field, each in settings.items()})
+        name: Preset(name, about, {field: Setting(*each) for field, each in settings.items()})
         for name, (about, settings) in found.items()
     }
 
 
-def find_preset(name: object) -> Preset:
-    """Return a preset by its name; H110 names the nearest one."""
+def find_preset(name: object, source: str = "") -> Preset:
+    """Return a preset by its name; H110 names the nearest one, and the source of the name."""
     found = presets().get(name) if isinstance(name, str) else None
     if found is None:
         raise PolicyError(
-            f"{name!r} is not a preset",
+            f"{name!r}{source} is not a preset",
             limit=f"the presets are {', '.join(presets())}",
             fix=did_you_mean(name, presets(), otherwise="take one of these."),
             rule="H110",

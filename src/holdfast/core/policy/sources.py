@@ -1,7 +1,7 @@
 """Where the values of a policy come from: YAML files, ``HOLDFAST_*`` variables, options of a command line.
 
-Here text becomes values by field name. Whether a value is allowed is checked in ``policy_checks``, and which source
-wins is decided in ``policy``.
+All three give texts by field name, each with its source. What a text means is decided in ``kinds`` by the type of
+the field, alike for all of them; which source wins is decided in ``policy``.
 """
 
 from __future__ import annotations
@@ -10,44 +10,54 @@ import argparse
 import ast
 import functools
 import itertools
-import re
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.core.errors import PolicyError, did_you_mean
-from holdfast.core.policy.checks import bad_value
 from holdfast.core.policy.presets import presets
 
 PREFIX = "HOLDFAST_"
 PRESET = "preset"  # a key beside the fields: the name of the values that lie below all others
 _MOST_BYTES, _DEEPEST, _LONGEST = 64 << 10, 8, 400
-_LISTS = ("allow_split_with", "frozen", "ignore_rules")
+_AROUND = " \t\n'\""
+_NONE = ("", "~", "null", "none")
 _OPTION = "holdfast_"  # of the options' names in a namespace, which they share with the program's own
 
 
-def naming_variables(error: PolicyError, keys: Iterable[str]) -> PolicyError:
-    """Return an error about values that says which of them came from the environment, where nobody would look.
+class Sourced(NamedTuple):
+    """A value that is no argument: a text, a list of texts, or what a preset says; and where it stands."""
 
-    `keys` are the fields that variables have set.
-    """
-    named = [PREFIX + key.upper() for key in keys if re.search(rf"\b{key}\b", error.what)]
-    if not named:
-        return error
-    what = f"{error.what} (environment variable {' and '.join(named)})"
-    return PolicyError(what, limit=error.limit, fix=error.fix, rule=error.rule)
+    value: Any
+    source: str
+
+    def readings(self) -> tuple[Any, ...]:
+        """Return what the value can mean, to be tried in this order: itself or None, or the parts between commas.
+
+        Brackets around the parts, and quotes, are as in YAML, and need not be.
+        """
+        if not isinstance(self.value, str):
+            return (self.value,)
+        whole = self.value.strip(_AROUND)
+        inner = whole[1:-1] if whole.startswith("[") and whole.endswith("]") else whole
+        parts = [each.strip(_AROUND) for each in inner.split(",")]
+        return None if whole.lower() in _NONE else whole, [each for each in parts if each.lower() not in _NONE]
 
 
-def check_keys(keys: Iterable[str], fields: Iterable[str], variable: str = "") -> None:
-    """Check that every key is a policy field, or ``"preset"``; H101 names the nearest field.
+def named(*given: Any) -> str:
+    """Return in brackets where values came from, for the end of what an error says of them."""
+    sources = dict.fromkeys(each.source if isinstance(each, Sourced) else "argument" for each in given)
+    return f" ({' and '.join(sources)})"
 
-    `variable` is the environment variable that they come from, if they do.
-    """
+
+def check_keys(given: Mapping[str, Any], fields: Iterable[str]) -> None:
+    """Check that every key is a policy field, or ``"preset"``; H101 names the nearest field."""
     known = [*fields, PRESET]
-    for key in keys:
+    for key, value in given.items():
         if key not in known:
             raise PolicyError(
-                f"{key!r}{variable and f' (environment variable {variable})'} is not a policy field",
+                f"{key!r}{named(value)} is not a policy field",
                 limit=f"the fields are {', '.join(known[:-1])}; and there is {PRESET}",
                 fix=did_you_mean(key, known, otherwise="take one of these."),
                 rule="H101",
@@ -57,91 +67,54 @@ def check_keys(keys: Iterable[str], fields: Iterable[str], variable: str = "") -
 # --- YAML and variables -----------------------------------------------------------------------------------------
 
 
-def from_yaml(path: Path, fields: Iterable[str]) -> dict[str, Any]:
-    """Return what a YAML file sets; H101 for an unknown key, H103 for a file that is no YAML mapping."""
-    found = {str(key): _plain(value, str(key)) for key, value in _mapping(path).items()}
-    check_keys(found, fields)
-    return found
+def from_environment() -> dict[str, Sourced]:
+    """Return the texts of the ``HOLDFAST_*`` variables."""
+    return {
+        variable.removeprefix(PREFIX).lower(): Sourced(text, f"environment variable {variable}")
+        for variable, text in os.environ.items()
+        if variable.startswith(PREFIX)
+    }
 
 
-def from_environment(environment: Mapping[str, str], fields: Iterable[str]) -> dict[str, Any]:
-    """Return what the ``HOLDFAST_*`` variables set (H101 for an unknown field, H102 for what is no YAML value)."""
-    found: dict[str, Any] = {}
-    for variable, text in environment.items():
-        if variable.startswith(PREFIX):
-            key = variable.removeprefix(PREFIX).lower()
-            check_keys([key], fields, variable)
-            found[key] = _parsed(variable, key, text)
-    return found
+def from_yaml(path: Path) -> dict[str, Sourced]:
+    """Return the texts of a YAML file by key, with their lines; H103 for a file that is no YAML mapping."""
+    import yaml  # here, so that a process without such a file never loads it
 
-
-def _mapping(path: Path) -> dict[Any, Any]:
     try:
         with path.open("rb") as file:
-            loaded = _loaded(file.read(_MOST_BYTES + 1).decode())
-    except (OSError, ValueError) as error:
+            return _texts(file.read(_MOST_BYTES + 1).decode(), path)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise PolicyError(
-            f"policy file {path} cannot be read ({error})",
-            limit="a readable YAML file is needed",
-            fix="check the path and the YAML syntax.",
+            f"policy file {path} cannot be read ({str(error)[:_LONGEST]})",
+            limit="a YAML mapping of field names to values is needed",
+            fix="check the path, and write one `field: value` per line, for instance `max_grad_norm: 1.0`.",
             rule="H103",
         ) from error
-    if loaded is not None and not isinstance(loaded, dict):
-        raise PolicyError(
-            f"policy file {path} holds a {type(loaded).__name__}",
-            limit="a mapping of field names to values is needed",
-            fix="write one `field: value` per line, for instance `max_grad_norm: 1.0`.",
-            rule="H103",
-        )
-    return loaded or {}
 
 
-def _loaded(text: str) -> Any:
-    """Return what a YAML text says; ValueError if it says nothing clear, or more than a policy needs.
+def _texts(text: str, path: Path) -> dict[str, Sourced]:
+    """Return what a YAML mapping says, each scalar as its text; ValueError for more than a policy needs.
 
-    An alias within aliases makes gigabytes of a few lines, and what is nested deeply takes seconds.
+    An alias within aliases makes gigabytes of a few lines, what is nested deeply takes seconds, and a tag asks for
+    a type of its own.
     """
-    import yaml  # here, so that a process without such variables never loads it
+    import yaml
 
     if len(text) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES} bytes")
     depth = 0
-    try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
-                raise ValueError(f"it has an alias, or is nested more than {_DEEPEST} deep")
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, LookupError, TypeError, AttributeError, OverflowError) as error:  # `!!int ""`, `!!bool x`
-        raise ValueError(str(error)[:_LONGEST]) from error
-
-
-def _parsed(source: str, key: str, text: str) -> Any:
-    """Return the value that a text means, as YAML reads it; lists may do without brackets."""
-    if key in _LISTS and not text.lstrip().startswith("["):  # no YAML: a pattern may begin with a star
-        return _items(text)
-    try:
-        value = _plain(_loaded(text), key)
-    except ValueError as error:
-        raise bad_value(source, text, "a YAML value such as 1.0, true, null or auto") from error
-    return _items(text) if key == "recompute" and isinstance(value, str) else value
-
-
-def _items(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _plain(value: Any, key: str = "") -> Any:
-    if value in ("None", "none"):
-        return None
-    if value is False and key == "spike_action":
-        return "off"  # YAML 1.1 takes the word for false
-    if isinstance(value, str):
-        try:
-            return float(value)  # YAML 1.1 reads 1e-3 as text: it wants a dot and a sign
-        except ValueError:
-            return value
-    return value
+    for event in yaml.parse(text, yaml.BaseLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST or getattr(event, "tag", None):
+            raise ValueError(f"it has an alias or a tag, or is nested more than {_DEEPEST} deep")
+    loader = yaml.BaseLoader(text)  # which makes nothing but texts, lists and dicts
+    root = loader.get_single_node()
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError("it is no mapping")  # noqa: TRY004 - of the file
+    found = loader.construct_document(root)
+    return {key.value: Sourced(found[key.value], f"{path}, line {key.start_mark.line + 1}") for key, _ in root.value}
 
 
 # --- the command line -------------------------------------------------------------------------------------------
@@ -171,7 +144,7 @@ def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], me
 
     Defaults, by field, are shown in the help beside their meanings, and put nothing into the namespace.
     """
-    group = parser.add_argument_group("holdfast", "values are YAML: 1.0, true, none, auto; lists: a,b")
+    group = parser.add_argument_group("holdfast", "values are as in YAML: 1.0, true, none, auto; lists: a,b")
     add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
     add("--preset", dest=_OPTION + PRESET, metavar="NAME", help=f"settings of a domain: {', '.join(presets())}")
     add("--policy", dest=_OPTION + "policy", metavar="FILE", help="YAML file of fields and values")
@@ -181,8 +154,10 @@ def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], me
         add("--" + field.replace("_", "-"), dest=_OPTION + field, metavar="VALUE", help=shown)
 
 
-def from_options(namespace: argparse.Namespace, fields: Iterable[str]) -> tuple[str | None, dict[str, Any]]:
-    """Return the path given by ``--policy``, and what the options set; H102 for text that is no YAML value."""
+def from_options(namespace: argparse.Namespace, fields: Iterable[str]) -> tuple[str | None, dict[str, Sourced]]:
+    """Return the path given by ``--policy``, and the texts of the options."""
     given = {key: getattr(namespace, _OPTION + key, None) for key in (PRESET, *fields)}
-    found = {key: _parsed("--" + key.replace("_", "-"), key, text) for key, text in given.items() if text is not None}
+    found = {
+        key: Sourced(text, f"option --{key.replace('_', '-')}") for key, text in given.items() if text is not None
+    }
     return getattr(namespace, _OPTION + "policy", None), found

@@ -185,15 +185,15 @@ class Messages:
                 return bytes(self._store.get(key))
         except RuntimeError as error:
             gone = self._gone("the store of the ranks is gone, and so the rank that hosts it")
-            raise self._heard or gone from error  # its host may have said why, and left
+            raise self._heard or Messages.found or gone from error  # its host may have said why, and left
         assert self._heard is not None
         raise self._heard
 
-    def _is_there(self, keys: list[str], seconds: float = math.inf) -> bool:
+    def _is_there(self, keys: list[str], seconds: float = math.inf, *, heeds_trouble: bool = True) -> bool:
         """Wait for keys of the store; return whether they came before the end of the time, or of another rank."""
         until, pause = time.monotonic() + seconds, _SHORTEST
         while not self._store.check(keys):
-            if self._heard is not None or time.monotonic() > until:
+            if (heeds_trouble and self._heard is not None) or time.monotonic() > until:
                 return False
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
@@ -211,8 +211,8 @@ class Messages:
         self.has_left = True
         with contextlib.suppress(RuntimeError):
             self._post(error)
-            # The store may end with this process: not before the others have read it.
-            self._is_there([f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS)
+            # The store may end with this process: not before the others have read it, whatever it has heard itself.
+            self._is_there([f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS, heeds_trouble=False)
         self._heard = self._heard or self._gone(_LEFT)  # ends what waits for the others in a thread
 
     def _read(self, store: Any) -> RankError | None:

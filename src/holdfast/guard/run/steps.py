@@ -306,7 +306,6 @@ class Steps:
         self.parts = session.parts
         self._record = session.record
         self._clock = session.clock
-        self._opened_at = self._clock.monotonic_seconds()
 
     def step(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None) -> StepResult:
         """Make a step; see `Guard.step`."""
@@ -322,7 +321,6 @@ class Steps:
         # A name for the losses of this function and these optimizers, the same after every restart.
         optimizer = "+".join(names)
         series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
-        diagnosis.given(batch, again=state.batch_is_used)
         self._record.step(StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0)
         try:
             outcome = self.engine.run(
@@ -348,8 +346,6 @@ class Steps:
                 state.skipped()
                 reason = self.recovery.after_refused_step(outcome)
             diagnosis.step_ended(outcome, names, reason)
-            if outcome.committed and diagnosis.seeks_cause:
-                self.engine.search_cause(batch, loss_fn, names, split, self._clock, self._opened_at)
             facts, mark = outcome.attempt.facts, StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
             seconds = self._clock.monotonic_seconds() - started
             self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds,

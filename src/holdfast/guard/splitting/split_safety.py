@@ -24,7 +24,8 @@ from holdfast.core.errors import BatchError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import Promise
 from holdfast.core.forked import backward_works_in_a_copy
-from holdfast.core.policy.policy import Policy, SplitHazard
+from holdfast.core.policy.kinds import SplitHazard
+from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.loss_functions import ReturningALoss, called_inside, description_of

@@ -20,25 +20,22 @@ from typing import Any
 
 import torch
 
-from holdfast.core.clock import Clock
 from holdfast.core.errors import DeviceError, OutOfMemoryError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import Decision, Promise, Stop
 from holdfast.core.events.event import Split as SplitDecision
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
-from holdfast.guard.parts import Parts, autocast
+from holdfast.guard.parts import Parts
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks.one import OneRank
 from holdfast.guard.record import RunRecord, described
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.guard.splitting.window import largest_of
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
 from holdfast.guard.step.passes import EmptyPartError
 from holdfast.guard.step.replay import Replay
-from holdfast.learning.probes import probe
 from holdfast.loader.splitting import Split, versions_of
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.ladder import MemoryLadder, Remedies
@@ -46,11 +43,9 @@ from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, swit
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky, release_memory
 from holdfast.memory.recompute import COMPILED, may_come_of_recomputing
 from holdfast.memory.saved_bytes import NOTHING_SAVES
-from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
+from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
 
 _SETTLED_STEP = 3  # in the first, state is made and kernels are chosen
-# Of the time since the run was opened, for probes.
-_SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0, 60.0
 
 
 class StepEngine:
@@ -367,47 +362,6 @@ class StepEngine:
                 self.attempts.drop_unused_state(name)
                 continue
             raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome)
-
-    def search_cause(
-        self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None, clock: Clock, since: float
-    ) -> None:
-        """Try out why the run does not learn, when a rule has just said so and none why: once, on the last batch.
-
-        Takes at most two hundredths of the time `since` the run was opened. The other arguments are those of the
-        last step.
-        """
-        if self.ranks.world_size > 1:
-            return
-        split = self._split if split is None else split
-        batch = largest_of(batch, split)
-        share = _SHARE * (clock.monotonic_seconds() - since)
-
-        def in_precision(part: Any) -> Any:
-            with autocast(self.parts.device_type(), self.policy.precision):
-                return loss_fn(part)
-
-        def clip_as_the_run() -> None:
-            groups = [group for group in self.attempts.groups(names) if group.parameters]
-            if groups:
-                facts, norms = inspect(groups, groups[0].parameters[0].new_zeros(()))
-                self._clip(groups, norms, facts.total)
-
-        kept = self._safety.keeper()  # where it is tried in place, the loss function also changes registered state
-        kept.keep()
-        with self.diagnosis.not_observing():
-            found = probe(
-                batch,
-                in_precision,
-                self.parts.models,
-                {name: self.parts.optimizers[name] for name in names},
-                size=self._safety.size_of(batch, split),
-                split=split,
-                budget_seconds=min(max(_LEAST_SECONDS, share), _MOST_SECONDS),
-                clock=clock,
-                before_step=clip_as_the_run,
-            )
-        kept.put_back()
-        self.diagnosis.tried(found)
 
 
 def _dead_device(error: BaseException) -> DeviceError:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError
-from holdfast.core.policy.policy import Precision
+from holdfast.core.policy.kinds import Precision
 from holdfast.guard.parts import autocast
 from holdfast.guard.ranks.one import OneRank
 from holdfast.guard.result import Passed

@@ -1,4 +1,4 @@
-"""Windows on progress: no learning, divergence, spikes, plateaus, overfitting, learning rates far off.
+"""Windows on progress: no learning, divergence, plateaus, overfitting, learning rates far off.
 
 Whether a run gets anywhere is read from its losses. Their level says something only where the objective is to make
 one loss small; otherwise the answer is ``"unknown"``. A threshold alone fires on healthy runs (of the published ones
@@ -127,7 +127,8 @@ def _no_better_than_constant(facts: Facts, say: Say) -> Iterator[Finding]:
             f"{progress.baseline:.4g}"
         )
         fix = (
-            "find out whether one batch can be overfitted (H829), and whether the output depends on the input (H830)."
+            "find out whether a fresh Adam overfits eight samples, and whether the loss changes when they are given "
+            "each other's inputs."
         )
         yield say(what, fix)
 
@@ -205,20 +206,6 @@ def _weights_stand_still(facts: Facts, say: Say) -> Iterator[Finding]:
         fix = "look for a rate of 0 in their group, a gradient of 0, or steps that half precision rounds away."
         severity = advice_if(share > 0.5 and not (warm or unmoving))
         yield say(f"{what}: {', '.join(list(still)[:5])}", fix, severity=severity)
-
-
-@checks(rule="H827", tier="window", severity="note", kind="symptom", confidence=0.6)
-def _loss_spikes(facts: Facts, say: Say) -> Iterator[Finding]:
-    losses = main_losses(facts)[20:]
-    if len(losses) < 50 or min(losses) <= 0:
-        return
-    logs = [math.log(loss) for loss in losses]
-    usual = middle(logs)
-    spread = 1.4826 * middle([abs(value - usual) for value in logs])
-    high = sum(value > usual + max(6 * spread, math.log(3)) for value in logs)  # catalogue 27
-    if 0 < high < 0.05 * len(logs):
-        what = f"{high} of {len(logs)} observed losses stand far above the others"
-        yield say(what, "look at these batches; clip the gradient.")
 
 
 @checks(rule="H833", tier="window", severity="advice", kind="cause", confidence=0.85)

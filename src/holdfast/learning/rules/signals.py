@@ -10,9 +10,8 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.rules.progress import far_from_unit, middle, progress_of
 from holdfast.learning.rules.registry import Say, advice_if, checks
 
-_BATCHES, _EXAMINED, _PAIRS = 20, 12, 10
-"""Observed batches, those looked at closely, and pairs of them, before something is said about the data."""
-_FEWEST_BATCHES = 8  # of an epoch: fewer may be the whole data in parts
+_BATCHES, _EXAMINED = 20, 12
+"""Observed batches, and those looked at closely, before something is said about the data."""
 _FEWEST_UTTERANCES, _PLAYED = 8, 30  # the latter: losses and gradients of each player
 
 
@@ -65,31 +64,6 @@ def _same_batch(facts: Facts, say: Say) -> Iterator[Finding]:
             fix = "iterate over the loader: next(iter(loader)) in the loop starts anew each time."
             loader = classified and given.batch in (16, 32, 64, 128)
             yield say(what, fix, name, severity=advice_if(loader))
-
-
-@checks(rule="H846", tier="window", severity="advice", kind="cause", confidence=0.7, each="inputs")
-def _workers_repeat(_: Facts, say: Say, name: str, given: InputFacts) -> Iterator[Finding]:
-    seen, pairs = given.compared_pairs, given.repeated_pairs
-    if seen >= _PAIRS and 0.3 * seen < pairs < 0.9 * seen and given.different > 0.1 * seen:
-        what = f"{pairs} of {seen} observed batches are equal to the one that the loader gave before"
-        fix = "give each worker its own seed (worker_init_fn), also for numpy's random numbers."
-        yield say(what, fix, name)
-
-
-@checks(rule="H861", tier="window", severity="note", kind="cause", confidence=0.75)
-def _chance_repeats(facts: Facts, say: Say) -> Iterator[Finding]:
-    for name, given in facts.inputs.items():
-        if given.period >= _FEWEST_BATCHES and given.periodic >= 6:
-            what = f"each epoch of {given.period} batches has the same batches in the same order"
-            fix = "shuffle anew: sampler.set_epoch(epoch), and one generator for the run, not one for each epoch."
-            # Data that are read in their own order may be meant so; one that was drawn at random is not.
-            drawn = facts.permuted > 4 * given.batch
-            yield say(what, fix, name, severity=advice_if(drawn))
-        again = {call: steps for call, steps in facts.same_draws.items() if steps >= 6 and given.different > 2}
-        if again:
-            what = f"{', '.join(again)} gave the same random numbers in all {max(again.values())} examined steps"
-            fix = "seed once, before the loop: an augmentation that is seeded in each step is always the same."
-            yield say(what, fix, f"{name} random numbers", severity="advice")
 
 
 @checks(rule="H847", tier="window", severity="note", kind="cause", confidence=0.8)
