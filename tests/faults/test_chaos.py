@@ -237,3 +237,35 @@ def test_what_a_training_does_at_home_is_refused(origin, monkeypatch, tmp_path_f
     (origin / "train.py").write_text(script)
     with pytest.raises(PolicyError, match=r"writes outside.*best\.pt"):
         Campaign([sys.executable, "train.py"], origin=origin, only=["kill"]).run()
+
+
+_LOUD = """
+import os, signal, torch
+class Loud(torch.nn.Linear):  # a worker dies at some moment: here while the observer looks at the weights
+    def named_parameters(self, *given, **more):
+        armed and os.kill(os.getpid(), signal.SIGUSR1)
+        return super().named_parameters(*given, **more)
+def fails(*_):
+    raise RuntimeError("a worker has died")
+signal.signal(signal.SIGUSR1, fails)
+torch.manual_seed(0)
+armed, met, model = False, 0, Loud(2, 1)
+optimizer = torch.optim.SGD([model.weight, model.bias], 0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2) * step).sum().backward()
+    armed = step > 0
+    try:
+        optimizer.step()
+    except RuntimeError:
+        met += 1
+    armed = False
+assert met == 5, met
+"""
+
+
+def test_an_error_that_a_handler_of_signals_raises_is_the_trainings(origin):
+    """It is neither swallowed nor does it keep a step from the trace."""
+    (origin / "train.py").write_text(_LOUD)
+    report = tried([sys.executable, "train.py"], origin, "first")
+    assert (report.steps, [row.result for row in report.rows]) == (6, ["exact"])

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from holdfast.chaos.digests import Digests
@@ -28,6 +31,7 @@ _SAVERS = {
     "torch.distributed.checkpoint.state_dict_saver": "save",
     "holdfast.checkpoint.saver": "write",
 }
+_HANDLED = tuple(signal.Signals[f"SIG{name}"] for name in ("CHLD", "TERM", "INT", "HUP", "USR1", "USR2", "ALRM"))
 _WRITES = os.O_WRONLY | os.O_RDWR
 _CHANGES = {"os.remove": 1, "os.rename": 2, "os.rmdir": 1, "shutil.rmtree": 1}  # events of audit, with their paths
 _SETTINGS = ("lr", "momentum", "betas", "weight_decay")
@@ -45,6 +49,27 @@ def start(run: str) -> None:
 def _enter(module: Any, args: Any, kwargs: Any) -> Any:
     """Be the hook of a model: a function of a module can be copied and pickled with it."""
     return None if _inside is None else _inside.forward(module, args, kwargs)
+
+
+@contextmanager
+def _handlers_wait() -> Iterator[None]:
+    """Call the training's handlers of signals afterwards: one may raise, as torch's does when a worker has died.
+
+    That error is for the training, and in the midst of ours a step would be missing in the trace.
+    """
+    met: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: given for number in _HANDLED if callable(given := signal.getsignal(number))}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda *given: met.append(given))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in met:
+        handlers[number](number, frame)
 
 
 class Inside:
@@ -97,10 +122,13 @@ class Inside:
             file.writelines(traceback.format_exception(error))
 
     def _noted(self, act: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return None if self._torch.compiler.is_dynamo_compiling() else act(*args)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
-            return self.failed(error)
+        if self._torch.compiler.is_dynamo_compiling():
+            return None
+        with _handlers_wait():
+            try:
+                return act(*args)
+            except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+                return self.failed(error)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._torch is None:
