@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import sys
 import threading
@@ -112,9 +113,10 @@ class Inside:
         if self._file is None:
             path = self._folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self.write("start", rank=own_rank(), ranks=int(os.environ.get("WORLD_SIZE", "1")))
+            versions = {"Python": platform.python_version(), "torch": str(getattr(self._torch, "__version__", ""))}
+            self.write("start", versions=versions)
         line = {"kind": kind, "step": self.steps, "seconds": time.time(), **facts}
-        os.write(self._file, json.dumps(line).encode() + b"\n")
+        self.fault.append(self._file, json.dumps(line).encode() + b"\n")
 
     def failed(self, error: BaseException) -> None:
         """Note an error of ours; the training goes on."""
@@ -293,7 +295,7 @@ class Inside:
         self.write(
             "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(self._inputs),
             batch=self._batches, random=self._random or {}, inputs=self._inputs, losses=self._losses,
-            which=list(self._held).index(id(optimizer)), **self._state(optimizer),
+            which=list(self._held).index(id(optimizer)), ranks=own_rank(), **self._state(optimizer),
         )  # fmt: skip
         self._begin_step()
         self.fault.meet("after", self.steps)
