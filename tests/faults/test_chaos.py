@@ -141,6 +141,7 @@ def test_each_rank_is_compared_with_itself(origin, planted):
     (origin / "ranks.py").write_text(_RANKS)
     report = tried([sys.executable, "ranks.py", *["planted"] * planted], origin, "kill")
     assert {row.result for row in report.rows} == {"another training" if planted else "exact"}
+    assert {"on rank 1" in row.detail for row in report.rows} == {planted}
 
 
 def test_a_training_that_nobody_can_repeat_is_called_so(origin):
@@ -316,7 +317,7 @@ def test_each_training_of_a_sweep_goes_on_from_its_own_save(origin, planted):
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_training_of_which_no_weight_changes_is_placed_by_what_it_sees(origin, planted):
     """The weights are those of each step: where it goes on is told by the batch."""
-    script = _RANDOM_NAMES.replace("(weight * step).square().sum()", "(weight * batches[step]).sum() * 0")
+    script = _RANDOM_NAMES.replace("(weight * step).square().sum()", "((weight * batches[step]).sum() * 0)")
     script = script.replace(
         "for step", "batches = torch.utils.data.DataLoader(range(8))\nbatches = list(batches)\nfor step"
     )
@@ -339,3 +340,70 @@ def test_an_interrupted_campaign_says_what_it_has_found(origin, monkeypatch, tmp
     assert "not tried: interrupted" in ended.stdout
     assert "not tried" in (origin / "page.html").read_text()
     assert list(scratch.iterdir()) == []
+
+
+_GAN = """
+import os, torch
+torch.manual_seed(1)
+nets = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
+(one, other), first = nets, 0
+steps = [torch.optim.Adam(net.parameters()) for net in nets]
+if os.path.exists("all.pt"):
+    saved = torch.load("all.pt", weights_only=False)
+    nets.load_state_dict(saved["nets"])
+    [each.load_state_dict(state) for each, state in zip(steps, saved["steps"])]
+    first = saved["step"]
+del nets
+for step in range(first, 8):
+    x = torch.sin(torch.arange(12.0) * (step + 1)).view(4, 3)
+    one(other(x).detach()).square().sum().backward()
+    steps[0].step()
+    one(other(x)).square().sum().backward()  # and with it the statistics of the first change again
+    steps[1].step()
+    [each.zero_grad() for each in steps]
+    states = {f"{at}.{key}": value for at, net in enumerate((one, other)) for key, value in net.state_dict().items()}
+    torch.save({"nets": states, "steps": [each.state_dict() for each in steps], "step": step + 1}, "new.pt")
+    os.replace("new.pt", "all.pt")
+"""
+
+
+def test_a_model_may_compute_between_the_steps_of_its_optimizer(origin):
+    """As the discriminator of a GAN in the step of the generator: its buffers after its own step are not the last."""
+    (origin / "train.py").write_text(_GAN)
+    report = tried([sys.executable, "train.py"], origin, "kill", "term")
+    assert {(row.result, row.detail.partition(" ")[2]) for row in report.rows} == {("exact", "steps made again")}
+
+
+def test_a_name_that_is_saved_makes_no_other_training(origin):
+    """What differs in it is said all the same, by path and with both values; a number is another matter."""
+    script = _RANDOM_NAMES.replace('"step": step', '"config": {"from": "resume" if first else "new"}, "step": step')
+    (origin / "train.py").write_text(script)
+    report = tried([sys.executable, "train.py"], origin, "term")
+    assert [row.result for row in report.rows] == ["exact"]
+    assert "differs in 'config.from': 'resume' instead of 'new'" in report.rows[0].detail
+
+
+def test_a_step_that_is_made_again_after_an_error_is_the_same(origin):
+    """The forward whose backward had no memory is no part of it."""
+    again = "for _ in range(2):\n        try:\n            model(torch.ones(3) * step).sum().backward()\n"
+    again += "            break\n"
+    script = _RANDOM_NAMES.replace(
+        "(weight * step).square().sum().backward()", again + "        except RuntimeError: pass"
+    )
+    script = script.replace("torch.nn.Parameter(torch.randn(3)), 0", "model.weight, 0")
+    (origin / "train.py").write_text(
+        script.replace("weight, first", "model = torch.nn.Linear(3, 1)\nweight, first", 1)
+    )
+    report = tried([sys.executable, "train.py"], origin, "memory")
+    assert [(row.result, row.attempts) for row in report.rows] == [("exact", 1)]
+
+
+def test_a_save_through_a_buffer_can_be_cut(origin):
+    """As Lightning does it: the file is written after `torch.save`, here in place."""
+    script = _RANDOM_NAMES.replace("import os", "import io, os").replace(
+        "+ 1}, name)", "+ 1}, buffer := io.BytesIO())"
+    )
+    script = script.replace('os.replace(name, "c.pt")', 'open("c.pt", "wb").write(buffer.getbuffer())')
+    (origin / "train.py").write_text(script)
+    report = tried([sys.executable, "train.py"], origin, "save")
+    assert ["half-way" in row.fault for row in report.rows if row.result == "does not survive"] == [True]

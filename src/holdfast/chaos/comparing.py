@@ -43,7 +43,7 @@ class Difference:
     """The first step of a run that is another one than in the undisturbed run, from 1, and in what."""
 
     step: int
-    what: str  # a key of `_WORDS`, or ``saved``, ``end``, ``older``
+    what: str  # a key of `_WORDS`, or ``saved``, ``text``, ``end``, ``older``
     detail: str
 
     def __str__(self) -> str:
@@ -59,6 +59,7 @@ class Comparison:
     batches_twice: int = 0
     batches_never: int = 0
     resumed_at: list[int] = field(default_factory=list)  # steps after which attempts went on, from the second one
+    remark: str = ""  # of what makes no other training
     finite: bool = True
     losses: list[float | None] = field(default_factory=list)  # of the steps that lead to the end
 
@@ -74,14 +75,12 @@ class Reference:
         self.segments, self.unsteady = segments, set(unsteady)
         self.steps: list[Line] = []
         self.trainings = [0]
-        saved: dict[int, list[str | None]] = {}
+        saved: dict[int, Line] = {}
         for part in (part for segment in segments for part in _trainings(segment)):
-            saved |= {
-                len(self.steps) + line["step"]: line["optimizers"] for line in part.lines if line["kind"] == "save"
-            }
+            saved |= {len(self.steps) + line["step"]: line for line in part.lines if line["kind"] == "save"}
             self.steps += part.steps
             self.trainings.append(len(self.steps))
-        self._states = [state_before(self.steps, at, saved.get(at, [])) for at in range(len(self.steps) + 1)]
+        self._states = [state_before(self.steps, at, saved.get(at)) for at in range(len(self.steps) + 1)]
 
     def parts_of(self, segment: Segment) -> list[Segment]:
         """Return what a process did, training by training if there are several."""
@@ -152,7 +151,7 @@ class Reference:
 
     def saved_difference(self, segments: Sequence[Segment]) -> Difference | None:
         """Return what the last save into a file holds else than that of the undisturbed run, of steady entries."""
-        theirs, ours = _last_saves(self.segments), _last_saves(segments)
+        theirs, ours, found = _last_saves(self.segments), _last_saves(segments), []
         for name, entries in theirs.items():
             other, is_last = ours.get(name), name == list(theirs)[-1]
             if other is None and is_last and ours:
@@ -163,10 +162,11 @@ class Reference:
                 continue
             for key, value in entries.items():
                 if key not in self.unsteady and not _is_random(key) and other.get(key) != value:
-                    short = f": {other.get(key)} instead of {value}" if len(value) < 16 else ""
+                    given = other.get(key, "nothing")
+                    short = f": {given} instead of {value}" if len(value) != 16 or _is_text(value) else ""
                     where = f"the last save into {name} differs in {key!r}{short}"
-                    return Difference(len(self.steps), "saved", where)
-        return None
+                    found.append(Difference(len(self.steps), "text" if _is_text(value, given) else "saved", where))
+        return min(found, key=lambda each: each.what == "text", default=None)
 
 
 def _distance(state: Line, other: Line) -> float:
@@ -190,20 +190,34 @@ def _last_saves(segments: Sequence[Segment]) -> dict[str, dict[str, str]]:
     return found
 
 
+def _is_text(*values: str) -> bool:
+    """Return whether what is saved only says something: a name, a command, a flag such as that it was resumed."""
+    return all(value[:1] in ("'", '"') or value in ("True", "False") for value in values)
+
+
 def _is_random(key: str) -> bool:
     return any(word in key.lower() for word in ("rng", "random", "generator"))
 
 
-def state_before(steps: Sequence[Line], index: int, saved: Sequence[str | None]) -> Line:
-    """Return the digests of the state before a step: of the weights that it holds, and of its optimizer, if saved.
+def state_before(steps: Sequence[Line], index: int, saved: Line | None) -> Line:
+    """Return the digests of the state before a step: of the weights that it holds, and of what is known of the rest.
 
-    Other optimizers may hold the same weights, and have stepped since. At the end: those after the last step.
+    Other optimizers may hold the same weights, and have stepped since; models compute between the steps of their
+    own, and change their buffers: these are known where the last step was theirs, or a save was seen. At the end:
+    those after the last step.
     """
     step, before = steps[min(index, len(steps) - 1)], steps[:index]
     if index < len(steps) and step["before"]:
         return dict(step["before"])
-    newest: Line = next((each for each in reversed(before) if each["holds"] == step["holds"]), {})
-    return {**newest, "optimizer": saved[step["which"]] if len(saved) > step["which"] else None}
+    alike = [each for each in reversed(before) if each["holds"] == step["holds"]]
+    same = (each for each in alike if each["roots"] == step["roots"])  # none if they are wrapped anew
+    newest: Line = next(same, alike[0] if alike else {})
+    state = {**newest, "optimizer": None}
+    if newest is not before[-1]:
+        state["buffers"] = []
+    if saved is not None and len(saved["optimizers"]) > step["which"]:
+        state |= {"optimizer": saved["optimizers"][step["which"]], "buffers": saved["buffers"][step["which"]]}
+    return state
 
 
 def _is_rest(step: Line, expected: Line) -> bool:
@@ -286,7 +300,8 @@ def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
         goes_on = at + 1 < len(parts) and parts[at + 1][0] == number
         for line in part.lines:  # a save before the end of a process, or it may not be whole
             if line["kind"] == "save" and line["step"] < len(part.steps) + goes_on:
-                whole.setdefault(place + line["step"], set()).add(tuple(line["entries"]))
+                entries = tuple(sorted({key.partition(".")[0] for key in line["entries"]}))
+                whole.setdefault(place + line["step"], set()).add(entries)
         for step in again:
             del kept[step]
         rest = place < len(expected) and _is_rest(part.steps[0], expected[place])
@@ -297,7 +312,11 @@ def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
         detail = f"{len(kept)} steps lead to the end, not {len(expected)}"
         found.differences.append(Difference(missing[0] + 1, "end", detail))
     elif not differs:
-        found.differences += filter(None, [reference.saved_difference(segments)])
+        other = reference.saved_difference(segments)
+        if other is not None and other.what == "text":
+            found.remark = other.detail
+        else:
+            found.differences += filter(None, [other])
     theirs, ours = (Counter(one for step in steps for one in step["batch"]) for steps in (expected, kept.values()))
     found.batches_twice, found.batches_never = (ours - theirs).total(), (theirs - ours).total()
     last = kept[max(kept)]
@@ -313,7 +332,18 @@ def losses(steps: Sequence[Line]) -> list[float | None]:
 
 
 def compare(references: dict[int, Reference], trial: Trial) -> Comparison:
-    """Compare every rank, and return what the first of them that differs came to, else that of the first."""
-    ranks = trial.ranks()
-    found = [_compare(reference, ranks[rank]) for rank, reference in references.items() if rank in ranks]
-    return next((each for each in found if each.differences), found[0] if found else Comparison(finite=False))
+    """Compare every rank; return what the one came to that differs first, else that of the first."""
+    ranks, causes = trial.ranks(), [*_AT_START, *_WORDS]
+    found = {rank: _compare(each, ranks[rank]) for rank, each in references.items() if rank in ranks}
+
+    def when(rank: int) -> tuple[float, int]:
+        places = [(each.step, causes.index(each.what)) for each in found[rank].differences if each.what in causes]
+        return min(places, default=(math.inf, not found[rank].differences))
+
+    if not found:
+        return Comparison(finite=False)
+    rank = min(found, key=when)
+    if len(references) > 1:
+        named = [replace(each, detail=f"on rank {rank} {each.detail}") for each in found[rank].differences]
+        found[rank].differences = named
+    return found[rank]

@@ -104,7 +104,7 @@ class Inside:
         self._inputs: list[str | None] = []
         self._losses: list[str] = []
         self._random: dict[str, str] | None = None
-        self._backwards = 0
+        self._backwards, self._known = 0, (0, 0)
 
     # --- the trace ------------------------------------------------------------------------------------------------
 
@@ -228,12 +228,21 @@ class Inside:
         if self._in_backward:
             return original(*args, **kwargs)
         self._noted(self._backward_begins, args[0] if args else kwargs.get("tensors"))
-        self.fault.meet("backward", self.steps)
         self._in_backward = True
         try:
-            return original(*args, **kwargs)
+            self.fault.meet("backward", self.steps)
+            result = original(*args, **kwargs)
+            self._known = len(self._inputs), len(self._losses)
         finally:
             self._in_backward = False
+            self._forget_failed()
+        return result
+
+    def _forget_failed(self) -> None:
+        """Forget forwards whose backward has raised: they are no part of the step, if it is made again."""
+        inputs, losses = self._known
+        del self._batches[inputs:], self._inputs[inputs:], self._losses[losses:]
+        self._random = self._random if inputs else None
 
     def _backward_begins(self, root: Any) -> None:
         root = root[0] if isinstance(root, (tuple, list)) and root else root
@@ -266,6 +275,7 @@ class Inside:
             "buffers": buffers,
             "numbers": [number for each in some for number in each.double().tolist()],
             "holds": f"{[type(root).__name__ for root in roots]} {len(named)}",
+            "roots": [id(root) for root in roots] or [id(p) for _, p in named],
         }
 
     def _is_for_state(self, optimizer: Any) -> bool:
@@ -323,18 +333,25 @@ class Inside:
             for root in list(self._hooked):
                 self._hooked[root] = root.register_forward_pre_hook(_enter, with_kwargs=True)
             self._saving = False
-            self.fault.save_ends()
-        self._noted(self._saved, [*args, *kwargs.values()])
+            given = [*args, *kwargs.values()]
+            buffers = [each for each in given if hasattr(each, "getbuffer")]
+            if not buffers:  # else the file is written later
+                self.fault.save_ends()
+        self._noted(self._saved, given, sum(each.getbuffer().nbytes for each in buffers))
         self.fault.meet("save ends", self._saves)
         return result
 
-    def _saved(self, given: list[Any]) -> None:
+    def _saved(self, given: list[Any], size: int) -> None:
         named = [getattr(each, "name", None) if hasattr(each, "write") else each for each in given]
         paths = [os.fspath(each) for each in named if isinstance(each, (str, os.PathLike))]
         path = os.path.realpath(paths[0]) if paths else None
         entries = {} if isinstance(given[0], (str, os.PathLike)) else self._digests.saved(given[0])
-        size = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
-        held = [self._digests.optimizer(each) if (each := ref()) is not None else None for ref in self._optimizers]
-        self.write("save", path=path, entries=entries, bytes=size, optimizers=held)
+        if path is not None:
+            sizes = [each.stat().st_size for each in (Path(path), *Path(path).rglob("*")) if each.is_file()]
+            size = max(sizes, default=size)
+        optimizers = [ref() for ref in self._optimizers]
+        held = [None if each is None else self._digests.optimizer(each) for each in optimizers]
+        buffers = [[] if each is None else self._state(each)["buffers"] for each in optimizers]
+        self.write("save", path=path, entries=entries, bytes=size, optimizers=held, buffers=buffers)
         if path is not None:
             self._wrote(path)
