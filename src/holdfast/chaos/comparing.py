@@ -43,11 +43,11 @@ class Difference:
     """The first step of a run that is another one than in the undisturbed run, from 1, and in what."""
 
     step: int
-    what: str  # a key of `_WORDS`, or ``saved``, ``text``, ``end``, ``older``
+    what: str  # a key of `_WORDS`, or ``saved``, ``text`` (harmless), ``end``, ``older``
     detail: str
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.detail}"
+        return self.detail if self.what == "saved" else f"step {self.step}: {self.detail}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +59,6 @@ class Comparison:
     batches_twice: int = 0
     batches_never: int = 0
     resumed_at: list[int] = field(default_factory=list)  # steps after which attempts went on, from the second one
-    remark: str = ""  # of what makes no other training
     finite: bool = True
     losses: list[float | None] = field(default_factory=list)  # of the steps that lead to the end
 
@@ -139,7 +138,11 @@ class Reference:
         return {key: each for key, each in value.items() if key not in self.unsteady} if name == "random" else value
 
     def _detail(self, what: str, step: Line, expected: Line) -> str:
-        if what in ("settings", "scale", "parts", "losses"):
+        if what == "settings":
+            pairs = zip(step[what].split("; "), expected[what].split("; "), strict=False)
+            groups = [f"{ours} instead of {theirs}" for ours, theirs in pairs if ours != theirs]
+            return f"{_WORDS[what]}: {'; '.join(groups[:1])} ({len(groups)} groups of parameters)"
+        if what in ("scale", "parts", "losses"):
             return f"{_WORDS[what]}: {step[what]} instead of {expected[what]}"
         if what == "random":
             names = [name for name, value in step[what].items() if expected[what].get(name) != value]
@@ -156,7 +159,11 @@ class Reference:
             other, is_last = ours.get(name), name == list(theirs)[-1]
             if other is None and is_last and ours:
                 if name not in self.unsteady:
-                    return Difference(len(self.steps), "saved", f"the last save, {name}, was never written")
+                    return Difference(
+                        len(self.steps),
+                        "saved",
+                        f"all steps are the same, but the last save, {name}, was never written",
+                    )
                 other = list(ours.values())[-1]  # a name that is another each time
             if other is None:
                 continue
@@ -164,7 +171,7 @@ class Reference:
                 if key not in self.unsteady and not _is_random(key) and other.get(key) != value:
                     given = other.get(key, "nothing")
                     short = f": {given} instead of {value}" if len(value) != 16 or _is_text(value) else ""
-                    where = f"the last save into {name} differs in {key!r}{short}"
+                    where = f"all steps are the same, but the last save into {name} differs in {key!r}{short}"
                     found.append(Difference(len(self.steps), "text" if _is_text(value, given) else "saved", where))
         return min(found, key=lambda each: each.what == "text", default=None)
 
@@ -229,25 +236,15 @@ def _is_rest(step: Line, expected: Line) -> bool:
 
 def _trainings(segment: Segment) -> list[Segment]:
     """Return one segment for each training: it begins with a new optimizer, and no older one makes a step again."""
-    last = {step["which"]: at for at, step in enumerate(segment.steps)}
-    new = [at for at, step in enumerate(segment.steps) if at and step["before"] is not None]
-    cuts = [
-        0,
-        *(at for at in new if all(last[step["which"]] < at for step in segment.steps[:at])),
-        len(segment.steps),
-    ]
-    return [
-        replace(
-            segment,
-            steps=segment.steps[begin:end],
-            lines=[
-                {**line, "step": line["step"] - begin}
-                for line in segment.lines
-                if begin < line["step"] <= end or (not begin and not line["step"])
-            ],
-        )
-        for begin, end in itertools.pairwise(cuts)
-    ]
+    steps, found = segment.steps, []
+    last = {step["which"]: at for at, step in enumerate(steps)}
+    new = [at for at, step in enumerate(steps) if at and step["before"] is not None]
+    new = [at for at in new if all(last[step["which"]] < at for step in steps[:at])]
+    for begin, end in itertools.pairwise([0, *new, len(steps)]):
+        lines = [line for line in segment.lines if begin - (not begin) < line["step"] <= end]
+        lines = [{**line, "step": line["step"] - begin} for line in lines]
+        found.append(replace(segment, steps=steps[begin:end], lines=lines))
+    return found
 
 
 def unsteady_fields(first: Sequence[Segment], second: Sequence[Segment]) -> tuple[Difference | None, set[str]]:
@@ -261,19 +258,16 @@ def unsteady_fields(first: Sequence[Segment], second: Sequence[Segment]) -> tupl
     pairs = [(a["random"], b["random"]) for a, b in zip(steps, others, strict=False)]
     unsteady |= {name for a, b in pairs for name in a if a[name] != b.get(name)}
     reference = Reference(first, unsteady - _WORDS.keys())
-    reached = 0
+    reached, difference = 0, None
     for part in (part for segment in second for part in reference.parts_of(segment)):
         place, other = reference.place_of(part, reached)
-        reached += len(part.steps)
         if other is not None:
-            words = "the weights at the start differ: seed before the model is made"
-            return Difference(place + 1, "weights", words), reference.unsteady
-        if (difference := reference.first_difference(part, place)) is not None:
-            return difference, reference.unsteady
-    if len(steps) != len(others):
-        shorter = min(len(steps), len(others))
-        return Difference(shorter + 1, "end", "only one of them makes it"), reference.unsteady
-    return None, reference.unsteady
+            other = replace(other, detail="the weights at the start differ: seed before the model is made")
+        difference = difference or other or reference.first_difference(part, place)
+        reached += len(part.steps)
+    if difference is None and len(steps) != len(others):
+        difference = Difference(min(len(steps), len(others)) + 1, "end", "only one of them makes it")
+    return difference, reference.unsteady
 
 
 def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
@@ -312,11 +306,7 @@ def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
         detail = f"{len(kept)} steps lead to the end, not {len(expected)}"
         found.differences.append(Difference(missing[0] + 1, "end", detail))
     elif not differs:
-        other = reference.saved_difference(segments)
-        if other is not None and other.what == "text":
-            found.remark = other.detail
-        else:
-            found.differences += filter(None, [other])
+        found.differences += filter(None, [reference.saved_difference(segments)])
     theirs, ours = (Counter(one for step in steps for one in step["batch"]) for steps in (expected, kept.values()))
     found.batches_twice, found.batches_never = (ours - theirs).total(), (theirs - ours).total()
     last = kept[max(kept)]
@@ -344,6 +334,6 @@ def compare(references: dict[int, Reference], trial: Trial) -> Comparison:
         return Comparison(finite=False)
     rank = min(found, key=when)
     if len(references) > 1:
-        named = [replace(each, detail=f"on rank {rank} {each.detail}") for each in found[rank].differences]
-        found[rank].differences = named
+        differences = found[rank].differences
+        differences[:] = [replace(each, detail=f"on rank {rank} {each.detail}") for each in differences]
     return found[rank]

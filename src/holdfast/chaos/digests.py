@@ -112,18 +112,14 @@ class Digests:
 
     def _add_entries(self, found: dict[str, str], path: str, value: Any, depth: int) -> None:
         fields = vars(value) if isinstance(value, (Namespace, SimpleNamespace)) else value
-        weights = bool(depth) and isinstance(fields, Mapping) and self._are_weights(fields)
-        named = isinstance(fields, Mapping) and all(isinstance(key, str) for key in fields)
-        if named and fields and depth < _MOST_PATHS and not weights:
+        named = isinstance(fields, Mapping) and depth < _MOST_PATHS and all(isinstance(key, str) for key in fields)
+        if named and not (depth and all(isinstance(each, self._torch.Tensor) for each in fields.values())):
             for key, each in fields.items():
                 self._add_entries(found, f"{path}.{key}" if path else key, each, depth + 1)
         elif isinstance(value, str):
             found[path] = repr(value) if len(value) <= _SHORT else f"{value[:_SHORT]!r} {self.tree(value)}"
         else:
             found[path] = repr(value) if isinstance(value, (int, float, bool, type(None))) else self.tree(value)
-
-    def _are_weights(self, fields: Mapping[Any, Any]) -> bool:
-        return all(isinstance(each, self._torch.Tensor) for each in fields.values())
 
     def roots(self, optimizer: Any) -> list[Any]:
         """Return the outermost modules that hold a parameter of an optimizer, in an order that does not change."""

@@ -233,16 +233,11 @@ class Inside:
             self.fault.meet("backward", self.steps)
             result = original(*args, **kwargs)
             self._known = len(self._inputs), len(self._losses)
-        finally:
-            self._in_backward = False
-            self._forget_failed()
-        return result
-
-    def _forget_failed(self) -> None:
-        """Forget forwards whose backward has raised: they are no part of the step, if it is made again."""
-        inputs, losses = self._known
-        del self._batches[inputs:], self._inputs[inputs:], self._losses[losses:]
-        self._random = self._random if inputs else None
+            return result
+        finally:  # a forward whose backward has raised is no part of the step, which may be made again
+            self._in_backward, (inputs, losses) = False, self._known
+            del self._batches[inputs:], self._inputs[inputs:], self._losses[losses:]
+            self._random = self._random if inputs else None
 
     def _backward_begins(self, root: Any) -> None:
         root = root[0] if isinstance(root, (tuple, list)) and root else root

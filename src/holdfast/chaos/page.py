@@ -16,23 +16,19 @@ _MOST_POINTS = 200
 
 def render(report: Report, command: str, verdict: str, *, now: datetime | None = None) -> str:
     """Return the page of a report; `command` is shown, so no secret may be in it."""
-    made = Environment(
-        autoescape=True, finalize=sanitise, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    curves = [_curves(report.losses, row.comparison.get("losses", [])) for row in report.rows]
-    written = f"{now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    return made.from_string(template).render(
-        report=report, command=command, verdict=verdict, curves=curves, written=written
-    )
+    made = Environment(autoescape=True, finalize=sanitise, undefined=StrictUndefined, trim_blocks=True)
+    return made.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).render(
+        report=report, command=command, verdict=verdict, written=f"{now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        curves=[_curves(report.losses, row.comparison.get("losses", [])) for row in report.rows],
+    )  # fmt: skip
 
 
 def _curves(*losses: Sequence[float | None]) -> list[str]:
     """Return the points of curves in one square of 100, nothing if one has no loss; a smaller loss lies lower."""
-    known = [loss for each in losses for loss in each if loss is not None]
-    if not all(any(loss is not None for loss in each) for each in losses):
+    known = [[loss for loss in each if loss is not None] for each in losses]
+    if not all(known):
         return []
-    low, high, count = min(known), max(known), max(map(len, losses))
+    low, high, count = min(map(min, known)), max(map(max, known)), max(map(len, losses))
     found = []
     for each in losses:
         points = list(enumerate(each))[:: -(-count // _MOST_POINTS)]

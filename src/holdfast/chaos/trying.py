@@ -155,19 +155,18 @@ class Campaign:
         reference = references[min(references)]
         self._bench.still_seconds = max(_LEAST_STILL_SECONDS, _STILL_TIMES * _longest_pause(first.last))
         self._bench.most_seconds = max(60.0, _MOST_TIMES * first.last.seconds)
-        same = len({step["weights"] for step in reference.steps}) == 1
-        remarks = {_NO_SAVE: not first.last.lines("save"), "no step has changed a weight": same}
+        remarks = [] if first.last.lines("save") else [_NO_SAVE]
+        remarks += ["no step has changed a weight"] if len({step["weights"] for step in reference.steps}) == 1 else []
         report = Report(
             command=self._command, seed=self._seed, unsteady=unsteady, steps=len(reference.steps),
             undisturbed_seconds=[trial.last.seconds for trial in (first, second)],
-            remarks=[words for words, holds in remarks.items() if holds], losses=losses(reference.steps),
+            remarks=remarks, losses=losses(reference.steps),
             versions=reference.segments[0].lines[0].get("versions", {}) | {"holdfast": __version__},
         )  # fmt: skip
         faults = [each for each in self._faults(reference) if not self._only or each.kind in self._only]
-        minutes = 2 * (len(faults) + 1) * first.last.seconds / 60  # each one is started twice, mostly
-        self._say(
-            f"{len(faults)} faults; one start takes {first.last.seconds:.0f} s, all of them about {minutes:.0f} min"
-        )
+        minutes = 2 * (len(faults) + 1) * first.last.seconds / 60 + 1  # each one is started twice, mostly
+        need = f"{len(faults)} faults need about {minutes:.0f} min (--budget {minutes:.0f}m)"
+        self._say(f"one start takes {first.last.seconds:.0f} s; {need}")
         numbers = [sum(other.kind == each.kind for other in faults[:at]) for at, each in enumerate(faults)]
         faults = [faults[at] for at in sorted(range(len(faults)), key=numbers.__getitem__)]  # first one of each kind
         report.rows = [Row(kind=each.kind, fault=each.words) for each in faults]
@@ -180,9 +179,7 @@ class Campaign:
             for row in (row for row in report.rows if row.result == "not tried"):
                 row.detail = "interrupted"
         if any(row.detail == "no time" for row in report.rows):
-            report.remarks.append(
-                f"all {len(faults)} faults need about {minutes:.0f} min: --budget {minutes + 1:.0f}m"
-            )
+            report.remarks.append(need)
         report.seconds, report.seconds_of_runs = time.monotonic() - self._began, self._ran
         return report
 
@@ -250,8 +247,7 @@ class Campaign:
         row.attempts, row.seconds_lost = len(trial.attempts), max(0.0, row.seconds - first.last.seconds)
         row.left_processes = sum(attempt.left for attempt in trial.attempts)
         left = sorted(trial.files - first.files)
-        tops = (f"{self._place.work}/", f"{self._place.scratch}/")
-        row.left_files = [str(path).removeprefix(tops[0]).removeprefix(tops[1]) for path in left]
+        row.left_files = [str(path).removeprefix(f"{self._place.scratch}/").removeprefix("work/") for path in left]
         comparison = compare(references, trial)
         row.comparison = asdict(comparison)
         row.result, row.detail = _judge(fault, trial, comparison, unsteady)
@@ -285,11 +281,11 @@ def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Differe
         return "survives", "this batch has changed the training; the weights at the end are finite"
     found = sorted(comparison.differences, key=lambda each: each.what == "older")  # the graver ones first
     for difference in found if unsteady is None else ():
-        if difference.what == "older" and fault.between is not None:
-            continue  # the newest one is damaged
-        return ("work is lost" if difference.what == "older" else "another training"), str(difference)
-    remark = f"; {comparison.remark}" if comparison.remark and unsteady is None else ""
-    return ("exact" if unsteady is None else "survives"), again + remark
+        if difference.what == "text":
+            again += f"; {difference.detail}"
+        elif difference.what != "older" or fault.between is None:  # else the newest one is damaged
+            return ("work is lost" if difference.what == "older" else "another training"), str(difference)
+    return ("exact" if unsteady is None else "survives"), again
 
 
 def _status(status: int) -> str:

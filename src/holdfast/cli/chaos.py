@@ -69,7 +69,7 @@ def run(
         signal.signal(each, handler)
     if page is not None:
         with failing_clearly(as_json=as_json):
-            page.write_text(render(report, shlex.join(without_secrets(report.command)), _sentence(report)))
+            page.write_text(render(report, shlex.join(without_secrets(report.command)), _verdict(report)))
     if as_json:
         print_json(as_values(report))
     else:
@@ -131,18 +131,13 @@ def _verdict(report: Report) -> str:
     for result in ("did not occur", "not tried"):
         if missing := [row.detail for row in report.rows if row.result == result]:
             found += f"; {len(missing)} {result}: {missing[0]}"
-    return found
-
-
-def _sentence(report: Report) -> str:
-    verdict = _verdict(report)
-    return f"{verdict[:1].upper()}{verdict[1:]}"
+    return f"{found[:1].upper()}{found[1:]}"
 
 
 def _print(report: Report) -> None:
     table = Table("fault", "result", "what happened", "starts", "lost", "left behind", box=SIMPLE)
     for row in report.rows:
-        left = [f"{row.left_processes} processes"] if row.left_processes else []
+        left = [f"processes: {row.left_processes}"] if row.left_processes else []
         left += [sanitise(each) for each in row.left_files[:3]]
         table.add_row(
             row.fault, _coloured(row), _escape(row.detail), str(row.attempts or ""),
@@ -151,7 +146,7 @@ def _print(report: Report) -> None:
     out = console()
     out.print(table)
     out.print("Does it survive, and is it still the same training?", style="bold")
-    out.print(_escape(f"{_sentence(report)}."))
+    out.print(_escape(f"{_verdict(report)}."))
     for remark in report.remarks:
         out.print(_escape(f"Note: {remark}."))
     out.print(f"{report.seconds:.0f} s; repeat it with --seed {report.seed}", style="dim")
