@@ -374,6 +374,10 @@ _WRITE = 'open("c.pt", "wb").write(buffer.getbuffer())'
         # A forward whose backward had no memory is no part of the step.
         ([("(weight * step).square().sum().backward()", _AGAIN), ("weight, first", _MODEL),
           ("torch.nn.Parameter(torch.randn(3))", "model.weight")], "memory", ["exact"], "0 steps"),
+        # A closure makes the gradients within the step, the first one too.
+        ([("optimizer.zero_grad()", "pass"),
+          ("(weight * step)", "loss = lambda: (optimizer.zero_grad(), (weight + 1)"), (".backward()", ".backward())[1]"), ("optimizer.step()", "optimizer.step(loss)")], "first", ["exact"],
+         "0 steps made again"),
         # A save through a buffer, as Lightning makes it, can be cut where it is written, here in place.
         ([("+ 1}, name)", "+ 1}, " + _BUFFER), ('os.replace(name, "c.pt")', _WRITE)], "save",
          ["exact", "does not survive"], ""),
@@ -386,5 +390,5 @@ def test_what_a_training_may_do(origin, edits, kind, results, words):
         script = script.replace(old, new, 1)
     (origin / "train.py").write_text(script)
     report = tried([sys.executable, "train.py"], origin, kind)
-    assert sorted(row.result for row in report.rows) == sorted(results)
+    assert (report.steps, sorted(row.result for row in report.rows)) == (8, sorted(results))
     assert all(words in row.detail and row.attempts <= 3 for row in report.rows)

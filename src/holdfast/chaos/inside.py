@@ -183,7 +183,7 @@ class Inside:
 
     def _on_optimizers(self, module: Any) -> None:
         self._wrap(module.Optimizer, "__init__", self._make_optimizer)
-        module.register_optimizer_step_pre_hook(lambda *given: self._noted(self._step_begins, given[0]))
+        module.register_optimizer_step_pre_hook(lambda *given: self._noted(self._step_begins, *given))
         module.register_optimizer_step_post_hook(lambda *given: self._noted(self._step_ends, given[0]))
 
     def _make_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -281,8 +281,9 @@ class Inside:
         rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         return not any(rates) or not any(bool(gradient.any()) for gradient in gradients)
 
-    def _step_begins(self, optimizer: Any) -> None:
-        self._skips = self._is_for_state(optimizer)
+    def _step_begins(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        has_closure = any(map(callable, (*args, *kwargs.values())))  # which computes the gradients later
+        self._skips = not has_closure and self._is_for_state(optimizer)
         if self._skips:
             return
         self.fault.meet("before", self.steps)
