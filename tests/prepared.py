@@ -92,7 +92,7 @@ class Prepared(subprocess.Popen[Any]):
 
     def _wait(self, timeout: float | None) -> int:
         if self.returncode is None:
-            if not select.select([self._told], [], [], timeout)[0]:
+            if not select.select([self._told], [], [], None if timeout is None else max(0.0, timeout))[0]:
                 assert timeout is not None
                 raise subprocess.TimeoutExpired(self.args, timeout)
             self.returncode = os.waitstatus_to_exitcode(int(self._told.readline()))
