@@ -345,6 +345,45 @@ def test_a_model_may_compute_between_the_steps_of_its_optimizer(origin):
     assert {(row.result, row.detail.partition(" ")[2]) for row in report.rows} == {("exact", "steps made again")}
 
 
+_THREAD = """
+import copy, os, threading, time, torch
+class Slow:
+    def __reduce__(self):
+        time.sleep(0.3)
+        return Slow, ()
+torch.manual_seed(0)
+model, first, thread = torch.nn.Linear(3, 1), 0, threading.Thread(target=print)
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+thread.start()
+if os.path.exists("c.pt"):
+    saved = torch.load("c.pt", weights_only=False)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    first = saved["step"]
+def save(state):
+    torch.save(state, "new.pt")
+    os.replace("new.pt", "c.pt")
+for step in range(first, 12):
+    optimizer.zero_grad()
+    model(torch.ones(3) * step / 12).square().sum().backward()
+    optimizer.step()
+    if step % 4 == 1:
+        thread.join()
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+        thread = threading.Thread(target=save, args=[{**copy.deepcopy(states), "slow": Slow()}])
+        thread.start()
+    time.sleep(0.1)
+thread.join()
+"""
+
+
+def test_a_training_that_goes_on_while_it_saves_is_seen_all_the_same(origin):
+    """What its thread writes is no state of the step that has come meanwhile, and no step goes unseen."""
+    (origin / "train.py").write_text(_THREAD)
+    report = tried([sys.executable, "train.py"], origin, "kill", "term")
+    assert (report.unsteady, report.steps, {row.result for row in report.rows}) == (None, 12, {"exact"})
+
+
 _CAREFUL = "print('x' * 9999)\n    try:\n        torch.save"
 _AGAIN = "for _ in range(2):\n        try:\n            model(torch.ones(3) * step).sum().backward()\n            "
 _AGAIN += "break\n        except RuntimeError: pass"

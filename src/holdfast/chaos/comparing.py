@@ -293,7 +293,7 @@ def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
         found.differences += filter(None, [other or reference.first_difference(part, place)])
         goes_on = at + 1 < len(parts) and parts[at + 1][0] == number
         for line in part.lines:  # a save before the end of a process, or it may not be whole
-            if line["kind"] == "save" and line["step"] < len(part.steps) + goes_on:
+            if line["kind"] == "save" and not line["aside"] and line["step"] < len(part.steps) + goes_on:
                 entries = tuple(sorted({key.partition(".")[0] for key in line["entries"]}))
                 whole.setdefault(place + line["step"], set()).add(entries)
         for step in again:

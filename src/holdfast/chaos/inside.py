@@ -321,33 +321,36 @@ class Inside:
         self._saving = True
         self._saves += 1
         self.fault.meet("save begins", self._saves)
-        for handle in self._hooked.values():  # no part of a model that is saved whole
+        waits = threading.current_thread() is threading.main_thread()  # else the training goes on, and must be seen
+        for handle in self._hooked.values() if waits else ():  # no part of a model that is saved whole
             handle.remove()
+        result = None
         try:
             result = original(*args, **kwargs)
         finally:
-            for root in list(self._hooked):
+            for root in list(self._hooked) if waits else ():
                 self._hooked[root] = root.register_forward_pre_hook(_enter, with_kwargs=True)
             self._saving = False
-            given = [*args, *kwargs.values()]
+            given = [*args, *kwargs.values(), getattr(result, "path", None)]  # that of a guard's own
             buffers = [each for each in given if hasattr(each, "getbuffer")]
             if not buffers:  # else the file is written later
                 self.fault.save_ends()
-        self._noted(self._saved, given, sum(each.getbuffer().nbytes for each in buffers))
+        self._noted(partial(self._saved, aside=not waits), given, sum(each.getbuffer().nbytes for each in buffers))
         self.fault.meet("save ends", self._saves)
         return result
 
-    def _saved(self, given: list[Any], size: int) -> None:
+    def _saved(self, given: list[Any], size: int, *, aside: bool) -> None:
         named = [getattr(each, "name", None) if hasattr(each, "write") else each for each in given]
         paths = [os.fspath(each) for each in named if isinstance(each, (str, os.PathLike))]
         path = os.path.realpath(paths[0]) if paths else None
-        entries = {} if isinstance(given[0], (str, os.PathLike)) else self._digests.saved(given[0])
+        is_place = isinstance(given[0], (str, os.PathLike)) or type(given[0]).__module__.startswith("holdfast.")
+        entries = {} if is_place else self._digests.saved(given[0])
         if path is not None:
             sizes = [each.stat().st_size for each in (Path(path), *Path(path).rglob("*")) if each.is_file()]
             size = max(sizes, default=size)
-        optimizers = [ref() for ref in self._optimizers]
+        optimizers = [] if aside else [ref() for ref in self._optimizers]  # they may have stepped since
         held = [None if each is None else self._digests.optimizer(each) for each in optimizers]
         buffers = [[] if each is None else self._state(each)["buffers"] for each in optimizers]
-        self.write("save", path=path, entries=entries, bytes=size, optimizers=held, buffers=buffers)
+        self.write("save", path=path, aside=aside, entries=entries, bytes=size, optimizers=held, buffers=buffers)
         if path is not None:
             self._wrote(path)
