@@ -272,13 +272,13 @@ def test_fast_steps_are_read_now_and_then(seen: Seen, monkeypatch: pytest.Monkey
 def test_a_step_takes_few_calls(seen: Seen) -> None:
     """Between the operations of a small step our code is cold, and each call of it costs a microsecond or more."""
     steps, one, loss = steps_of(seen), Optimizer(), torch.tensor(1.0)
-    calls: list[str] = []
+    calls: list[list[str]] = [[] for _ in range(6)]
 
     def look(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename != __file__:
-            calls.append(frame.f_code.co_name)
+            calls[number].append(frame.f_code.co_name)
 
-    for number in range(2):  # the first opens and decides things
+    for number in range(6):  # the first opens and decides things; one that is slow looks at more
         sys.setprofile(look if number else None)
         steps.wait_begins()
         steps.wait_ends(None)
@@ -288,7 +288,7 @@ def test_a_step_takes_few_calls(seen: Seen) -> None:
         steps.optimizer_begins(one, (one,), {})
         steps.optimizer_ends(one, (one,), {})
     sys.setprofile(None)
-    assert len(calls) <= 20, calls
+    assert min(map(len, calls[1:])) <= 20, calls
     assert read_samples(seen.ring)[1].grad_norm == 1.0
 
 
