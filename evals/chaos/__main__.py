@@ -65,7 +65,7 @@ CASES = (
     Case("classifier", "shuffled anew", ("batch",)),
     Case("classifier", "older checkpoint", ("older",)),
     Case("classifier", "best instead of last", ("older",), _USUAL),  # shows where the last is not the best
-    Case("classifier", "written in place", ("lost",), ("save",)),
+    Case("classifier", "written in place", ("does not survive",), ("save",)),
     Case("language", "numpy state not saved", ("random", "inputs")),
     Case("language", "python state not saved", ("random", "inputs")),
     Case("language", "EMA not saved", ("saved",)),
@@ -104,7 +104,7 @@ def start(command: list[str], **given: Any) -> Prepared:
 def prepare() -> None:
     """Have the bench of this process start programs so."""
     trials.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
-        Popen=start, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
+        Popen=start, **{name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
     )
 
 
@@ -119,7 +119,12 @@ def answers(report: Report) -> list[tuple[str, str]]:
     """Return of each trial that did not pass what differs first, or how it ended, and the sentence."""
     failed = [row for row in report.rows if row.tried and not row.passed]
     return [
-        (row.comparison["differences"][0]["what"] if row.result in ("differs", "older") else row.result, row.detail)
+        (
+            row.comparison["differences"][0]["what"]
+            if row.result in ("another training", "work is lost")
+            else row.result,
+            row.detail,
+        )
         for row in failed
     ]
 

@@ -103,7 +103,7 @@ def test_the_commands_and_their_flags() -> None:
         for name, command in commands.items()
     }
     assert flags == {
-        "chaos": ["--budget", "--json", "--only", "--restarts", "--seed", "--writes"],
+        "chaos": ["--budget", "--json", "--only", "--page", "--restarts", "--seed", "--writes"],
         "checkpoints": ["--export", "--export-averaged", "--json", "--verify"],
         "explain": ["--attempt", "--json", "--status"],
         "run": [

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +17,7 @@ from typer.testing import CliRunner
 
 from holdfast.chaos import trials
 from holdfast.chaos.trying import Campaign, check_survives
+from holdfast.cli import chaos as cli
 from holdfast.cli.main import make_app
 from holdfast.core.errors import PolicyError
 
@@ -57,7 +61,7 @@ def _forked(monkeypatch):
     """Let commands be forked from a process that has torch loaded."""
     own = SimpleNamespace(
         Popen=lambda command, **given: Prepared(command[7:], **given),
-        **{name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")},
+        **{name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")},
     )
     monkeypatch.setattr(trials, "subprocess", own)
 
@@ -97,15 +101,15 @@ def test_of_a_training_that_resumes_exactly_nothing_is_said(origin):
             "classifier",
             "optimizer state dropped",
             "term",
-            "differs",
+            "another training",
             "the state of the optimizer differs at the start",
         ),
-        ("classifier", "epoch repeated", "term", "differs", "the loader gives another batch: that of step"),
-        ("classifier", "written in place", "save", "lost", "exit code 1"),
-        ("classifier", "older checkpoint", "kill", "older", "was saved"),
-        ("language", "EMA not saved", "term", "differs", "the last save into average.pt differs in"),
-        ("language", "numpy state not saved", "term", "differs", "the random state of numpy differs"),
-        ("classifier", "", "nan", "broken", "NaN"),
+        ("classifier", "epoch repeated", "term", "another training", "the loader gives another batch: that of step"),
+        ("classifier", "written in place", "save", "does not survive", "exit code 1"),
+        ("classifier", "older checkpoint", "kill", "work is lost", "was saved"),
+        ("language", "EMA not saved", "term", "another training", "the last save into average.pt differs in"),
+        ("language", "numpy state not saved", "term", "another training", "the random state of numpy differs"),
+        ("classifier", "", "nan", "ends in NaN", "NaN"),
     ],
 )
 def test_a_planted_loss_is_found_and_named(origin, program, planted, kind, result, words):
@@ -136,7 +140,8 @@ def test_each_rank_is_compared_with_itself(origin, planted):
     """A rank that is killed is started again with the others; what only another rank does wrong is found."""
     (origin / "ranks.py").write_text(_RANKS)
     report = tried([sys.executable, "ranks.py", *["planted"] * planted], origin, "kill")
-    assert {row.result for row in report.rows} == {"differs" if planted else "exact"}
+    assert {row.result for row in report.rows} == {"another training" if planted else "exact"}
+    assert {"on rank 1" in row.detail for row in report.rows} == {planted}
 
 
 def test_a_training_that_nobody_can_repeat_is_called_so(origin):
@@ -183,7 +188,7 @@ def test_the_command_line_says_it_in_words_and_for_machines(origin, monkeypatch)
     words = ["--", *command("classifier", "momentum reset")]
     ended = ask(app, ["chaos", "--json", "--only", "term", *words])
     found = json.loads(ended.stdout)
-    assert (ended.exit_code, found["passed"], found["rows"][0]["result"]) == (1, False, "differs")
+    assert (ended.exit_code, found["passed"], found["rows"][0]["result"]) == (1, False, "another training")
     assert found["rows"][0]["comparison"]["differences"][0]["what"] == "optimizer"
     ended = ask(app, ["chaos", "--only", "term", *words[:-1]])
     assert ended.exit_code == 0
@@ -197,7 +202,7 @@ def test_the_command_line_says_it_in_words_and_for_machines(origin, monkeypatch)
 def test_a_test_can_ask_for_it(origin):
     """`check_survives` returns the report of a training that survives, and raises for another one, with the rows."""
     assert check_survives(command("classifier"), cwd=origin, only=["term"]).passed
-    with pytest.raises(AssertionError, match=r"SIGTERM in step .*: differs: step .*: the learning rate"):
+    with pytest.raises(AssertionError, match=r"SIGTERM in step .*: another training: step .*: the learning rate"):
         check_survives(command("classifier", "learning rate from the start"), cwd=origin, only=["term"])
 
 
@@ -213,6 +218,7 @@ for step in range(first, 8):
     optimizer.zero_grad()
     (weight * step).square().sum().backward()
     optimizer.step()
+    # more
     handle, name = tempfile.mkstemp(dir=".")
     torch.save({"weight": weight.data, "step": step + 1}, name)
     os.close(handle)
@@ -237,3 +243,167 @@ def test_what_a_training_does_at_home_is_refused(origin, monkeypatch, tmp_path_f
     (origin / "train.py").write_text(script)
     with pytest.raises(PolicyError, match=r"writes outside.*best\.pt"):
         Campaign([sys.executable, "train.py"], origin=origin, only=["kill"]).run()
+
+
+_LOUD = """
+import os, signal, torch
+class Loud(torch.nn.Linear):  # a worker dies at some moment: here while the observer looks at the weights
+    def named_parameters(self, *given, **more):
+        armed and os.kill(os.getpid(), signal.SIGUSR1)
+        return super().named_parameters(*given, **more)
+def fails(*_):
+    raise RuntimeError("a worker has died")
+signal.signal(signal.SIGUSR1, fails)
+torch.manual_seed(0)
+armed, met, model = False, 0, Loud(2, 1)
+optimizer = torch.optim.SGD([model.weight, model.bias], 0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2) * step).sum().backward()
+    armed = step > 0
+    try:
+        optimizer.step()
+    except RuntimeError:
+        met += 1
+    armed = False
+assert met == 5, met
+"""
+
+
+def test_an_error_that_a_handler_of_signals_raises_is_the_trainings(origin):
+    """It is neither swallowed nor does it keep a step from the trace."""
+    (origin / "train.py").write_text(_LOUD)
+    report = tried([sys.executable, "train.py"], origin, "first")
+    assert (report.steps, [row.result for row in report.rows]) == (6, ["exact"])
+
+
+def test_a_full_disk_is_none_of_the_trace_and_the_output(origin):
+    """A training that prints much, and goes on when a save fails, is seen to its end."""
+    script = _RANDOM_NAMES.replace("    # more", "    print('x' * 9999)").replace("    torch.save(", "    save(")
+    careful = "def save(*given):\n    try:\n        torch.save(*given)\n    except (OSError, RuntimeError):\n"
+    (origin / "train.py").write_text(script.replace("torch.manual", careful + "        pass\ntorch.manual"))
+    report = tried([sys.executable, "train.py"], origin, "disk")
+    assert [(row.result, row.attempts) for row in report.rows] == [("exact", 1)]
+
+
+_SWEEP = """
+import os, sys, torch
+for name, rate in (("a", 0.1), ("b", 0.01)):
+    torch.manual_seed(0)
+    weight, first = torch.nn.Parameter(torch.randn(3)), 0
+    optimizer = torch.optim.SGD([weight], rate)
+    if os.path.exists(name):
+        saved = torch.load(name)
+        weight.data, first = saved["weight"], saved["step"]
+    for step in range(first, 8):
+        optimizer.zero_grad()
+        (weight * step).square().sum().backward()
+        optimizer.step()
+        if step % 3 == 2:
+            torch.save({"weight": weight.data, "step": step + (2 if "planted" in sys.argv else 1)}, name + ".tmp")
+            os.replace(name + ".tmp", name)
+"""
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_each_training_of_a_sweep_goes_on_from_its_own_save(origin, planted):
+    """The first is ended again from its last save, before the second goes on: no work is lost."""
+    (origin / "train.py").write_text(_SWEEP)
+    report = tried([sys.executable, "train.py", *["planted"] * planted], origin, "kill", "term")
+    assert {row.result for row in report.rows} == {"another training" if planted else "exact"}
+    assert max(max(row.comparison["resumed_at"]) for row in report.rows) > 8
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_training_of_which_no_weight_changes_is_placed_by_what_it_sees(origin, planted):
+    """The weights are those of each step: where it goes on is told by the batch."""
+    script = _RANDOM_NAMES.replace("(weight * step).square().sum()", "((weight * batches[step]).sum() * 0)")
+    script = script.replace(
+        "for step", "batches = torch.utils.data.DataLoader(range(8))\nbatches = list(batches)\nfor step"
+    )
+    (origin / "train.py").write_text(script.replace('saved["step"]', "0") if planted else script)
+    report = tried([sys.executable, "train.py"], origin, "kill")
+    assert {row.result for row in report.rows} == {"work is lost" if planted else "exact"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_interrupted_campaign_says_what_it_has_found(origin, monkeypatch, tmp_path_factory, number):
+    """After the first fault: the table of what was tried, an exit code that says why, a page, and no copy left."""
+    scratch = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.chdir(origin)
+    monkeypatch.setattr(cli, "_say", lambda line: os.kill(os.getpid(), number) if "exact" in line else None)
+    words = ["--page", "page.html", "--", *command("classifier")]
+    ended = CliRunner().invoke(make_app("chaos", "events"), ["chaos", *words])
+    assert ended.exit_code == 128 + number
+    assert "It survives 1 of 1 faults" in ended.stdout
+    assert "not tried: interrupted" in ended.stdout
+    assert "not tried" in (origin / "page.html").read_text()
+    assert list(scratch.iterdir()) == []
+
+
+_GAN = """
+import os, torch
+torch.manual_seed(1)
+nets = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
+(one, other), first = nets, 0
+steps = [torch.optim.Adam(net.parameters()) for net in nets]
+if os.path.exists("all.pt"):
+    saved = torch.load("all.pt", weights_only=False)
+    nets.load_state_dict(saved["nets"])
+    [each.load_state_dict(state) for each, state in zip(steps, saved["steps"])]
+    first = saved["step"]
+del nets
+for step in range(first, 8):
+    x = torch.sin(torch.arange(12.0) * (step + 1)).view(4, 3)
+    one(other(x).detach()).square().sum().backward()
+    steps[0].step()
+    one(other(x)).square().sum().backward()  # and with it the statistics of the first change again
+    steps[1].step()
+    [each.zero_grad() for each in steps]
+    states = {f"{at}.{key}": value for at, net in enumerate((one, other)) for key, value in net.state_dict().items()}
+    torch.save({"nets": states, "steps": [each.state_dict() for each in steps], "step": step + 1}, "new.pt")
+    os.replace("new.pt", "all.pt")
+"""
+
+
+def test_a_model_may_compute_between_the_steps_of_its_optimizer(origin):
+    """As the discriminator of a GAN in the step of the generator: its buffers after its own step are not the last."""
+    (origin / "train.py").write_text(_GAN)
+    report = tried([sys.executable, "train.py"], origin, "kill", "term")
+    assert {(row.result, row.detail.partition(" ")[2]) for row in report.rows} == {("exact", "steps made again")}
+
+
+def test_a_name_that_is_saved_makes_no_other_training(origin):
+    """What differs in it is said all the same, by path and with both values; a number is another matter."""
+    script = _RANDOM_NAMES.replace('"step": step', '"config": {"from": "resume" if first else "new"}, "step": step')
+    (origin / "train.py").write_text(script)
+    report = tried([sys.executable, "train.py"], origin, "term")
+    assert [row.result for row in report.rows] == ["exact"]
+    assert "differs in 'config.from': 'resume' instead of 'new'" in report.rows[0].detail
+
+
+def test_a_step_that_is_made_again_after_an_error_is_the_same(origin):
+    """The forward whose backward had no memory is no part of it."""
+    again = "for _ in range(2):\n        try:\n            model(torch.ones(3) * step).sum().backward()\n"
+    again += "            break\n"
+    script = _RANDOM_NAMES.replace(
+        "(weight * step).square().sum().backward()", again + "        except RuntimeError: pass"
+    )
+    script = script.replace("torch.nn.Parameter(torch.randn(3)), 0", "model.weight, 0")
+    (origin / "train.py").write_text(
+        script.replace("weight, first", "model = torch.nn.Linear(3, 1)\nweight, first", 1)
+    )
+    report = tried([sys.executable, "train.py"], origin, "memory")
+    assert [(row.result, row.attempts) for row in report.rows] == [("exact", 1)]
+
+
+def test_a_save_through_a_buffer_can_be_cut(origin):
+    """As Lightning does it: the file is written after `torch.save`, here in place."""
+    script = _RANDOM_NAMES.replace("import os", "import io, os").replace(
+        "+ 1}, name)", "+ 1}, buffer := io.BytesIO())"
+    )
+    script = script.replace('os.replace(name, "c.pt")', 'open("c.pt", "wb").write(buffer.getbuffer())')
+    (origin / "train.py").write_text(script)
+    report = tried([sys.executable, "train.py"], origin, "save")
+    assert ["half-way" in row.fault for row in report.rows if row.result == "does not survive"] == [True]

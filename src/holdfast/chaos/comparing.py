@@ -7,10 +7,12 @@ numbers are the nearest; where none is near, by its first batch.
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.chaos.trials import Line, Segment, Trial
 
@@ -41,7 +43,7 @@ class Difference:
     """The first step of a run that is another one than in the undisturbed run, from 1, and in what."""
 
     step: int
-    what: str  # a key of `_WORDS`, or ``saved``, ``end``, ``older``
+    what: str  # a key of `_WORDS`, or ``saved``, ``text``, ``end``, ``older``
     detail: str
 
     def __str__(self) -> str:
@@ -57,16 +59,37 @@ class Comparison:
     batches_twice: int = 0
     batches_never: int = 0
     resumed_at: list[int] = field(default_factory=list)  # steps after which attempts went on, from the second one
+    remark: str = ""  # of what makes no other training
     finite: bool = True
+    losses: list[float | None] = field(default_factory=list)  # of the steps that lead to the end
 
 
 class Reference:
-    """The undisturbed run of one rank; `unsteady` are fields and saved entries that differ between two of them."""
+    """The undisturbed run of one rank; `unsteady` are fields and saved entries that differ between two of them.
 
-    def __init__(self, segment: Segment, unsteady: Iterable[str] = ()) -> None:
-        self.segment, self.steps, self.unsteady = segment, segment.steps, set(unsteady)
-        saved = {line["step"]: line["optimizers"] for line in segment.lines if line["kind"] == "save"}
-        self._states = [state_before(self.steps, at, saved.get(at, [])) for at in range(len(self.steps) + 1)]
+    One command may train several times, as a sweep does, or pre-training and fine-tuning: `trainings` holds where
+    each begins, and the end.
+    """
+
+    def __init__(self, segments: Sequence[Segment], unsteady: Iterable[str] = ()) -> None:
+        self.segments, self.unsteady = segments, set(unsteady)
+        self.steps: list[Line] = []
+        self.trainings = [0]
+        saved: dict[int, Line] = {}
+        for part in (part for segment in segments for part in _trainings(segment)):
+            saved |= {len(self.steps) + line["step"]: line for line in part.lines if line["kind"] == "save"}
+            self.steps += part.steps
+            self.trainings.append(len(self.steps))
+        self._states = [state_before(self.steps, at, saved.get(at)) for at in range(len(self.steps) + 1)]
+
+    def parts_of(self, segment: Segment) -> list[Segment]:
+        """Return what a process did, training by training if there are several."""
+        return _trainings(segment) if len(self.trainings) > 2 else [segment]
+
+    def training_of(self, place: int) -> tuple[int, int]:
+        """Return where the training begins and ends that goes on after so many steps."""
+        at = min(bisect_right(self.trainings, place), len(self.trainings) - 1)
+        return self.trainings[at - 1], self.trainings[at]
 
     def place_of(self, segment: Segment, reached: int) -> tuple[int, Difference | None]:
         """Return after how many steps a segment goes on, and what its weights differ in, if they do."""
@@ -74,8 +97,7 @@ class Reference:
         start = first["before"] or {}
         same = [at for at, state in enumerate(self._states) if state.get("weights") == start.get("weights")]
         if same := [at for at in same if at < count] or same:
-            alike = {at: sum(self._states[at].get(name) == start.get(name) for name in _AT_START) for at in same}
-            return max(same, key=lambda at: (alike[at], at <= reached, at)), None
+            return max(same, key=lambda at: (*self._alike(at, first, start), at <= reached, at)), None
         far, place = min((_distance(state, start), at) for at, state in enumerate(self._states[:count]))
         detail = "the weights at the start are none that the undisturbed run ever had"
         if far < _NEAR:
@@ -85,18 +107,25 @@ class Reference:
             place = max((at for at in range(min(reached + 1, count)) if _alike(self.steps[at], first)), default=0)
         return place, Difference(place + 1, "weights", detail)
 
+    def _alike(self, at: int, first: Line, start: Line) -> tuple[int, int]:
+        """Return how well a state, and the step after it, fit a step: weights may be the same after several steps."""
+        step = self.steps[at] if at < len(self.steps) else {}
+        return -len(self._known_to_differ(at, start)), sum(first[name] == step.get(name) for name in _WORDS)
+
+    def _known_to_differ(self, at: int, start: Line) -> list[str]:
+        state = self._states[at]
+        pairs = [("buffers", *pair) for pair in zip(start.get("buffers", []), state.get("buffers", []), strict=False)]
+        pairs.append(("optimizer", start.get("optimizer"), state.get("optimizer")))
+        return [what for what, one, two in pairs if one and two and one != two]  # none: not known
+
     def first_difference(self, segment: Segment, place: int) -> Difference | None:
         """Return the first step in which a segment that goes on after `place` steps is another one."""
-        start, expected = segment.steps[0]["before"] or {}, self._states[place]
-        pairs = [
-            ("buffers", *pair) for pair in zip(start.get("buffers", []), expected.get("buffers", []), strict=False)
-        ]
-        for what, one, two in [*pairs, ("optimizer", start.get("optimizer"), expected.get("optimizer"))]:
-            if one and two and one != two:  # none: not known
-                return Difference(place + 1, what, f"{_AT_START[what]} at the start of the attempt")
+        for what in self._known_to_differ(place, segment.steps[0]["before"] or {}):
+            return Difference(place + 1, what, f"{_AT_START[what]} at the start of the attempt")
+        _, end = self.training_of(place)
         for index, step in enumerate(segment.steps, place):
-            if index >= len(self.steps):
-                return Difference(index + 1, "end", f"the undisturbed run had ended after {len(self.steps)} steps")
+            if index >= end:
+                return Difference(index + 1, "end", f"the undisturbed run had ended after {end} steps")
             if index == place and _is_rest(step, self.steps[index]):
                 continue
             found = [name for name in _WORDS if self._of(name, step) != self._of(name, self.steps[index])]
@@ -122,7 +151,7 @@ class Reference:
 
     def saved_difference(self, segments: Sequence[Segment]) -> Difference | None:
         """Return what the last save into a file holds else than that of the undisturbed run, of steady entries."""
-        theirs, ours = _last_saves([self.segment]), _last_saves(segments)
+        theirs, ours, found = _last_saves(self.segments), _last_saves(segments), []
         for name, entries in theirs.items():
             other, is_last = ours.get(name), name == list(theirs)[-1]
             if other is None and is_last and ours:
@@ -133,10 +162,11 @@ class Reference:
                 continue
             for key, value in entries.items():
                 if key not in self.unsteady and not _is_random(key) and other.get(key) != value:
-                    short = f": {other.get(key)} instead of {value}" if len(value) < 16 else ""
+                    given = other.get(key, "nothing")
+                    short = f": {given} instead of {value}" if len(value) != 16 or _is_text(value) else ""
                     where = f"the last save into {name} differs in {key!r}{short}"
-                    return Difference(len(self.steps), "saved", where)
-        return None
+                    found.append(Difference(len(self.steps), "text" if _is_text(value, given) else "saved", where))
+        return min(found, key=lambda each: each.what == "text", default=None)
 
 
 def _distance(state: Line, other: Line) -> float:
@@ -160,20 +190,34 @@ def _last_saves(segments: Sequence[Segment]) -> dict[str, dict[str, str]]:
     return found
 
 
+def _is_text(*values: str) -> bool:
+    """Return whether what is saved only says something: a name, a command, a flag such as that it was resumed."""
+    return all(value[:1] in ("'", '"') or value in ("True", "False") for value in values)
+
+
 def _is_random(key: str) -> bool:
     return any(word in key.lower() for word in ("rng", "random", "generator"))
 
 
-def state_before(steps: Sequence[Line], index: int, saved: Sequence[str | None]) -> Line:
-    """Return the digests of the state before a step: of the weights that it holds, and of its optimizer, if saved.
+def state_before(steps: Sequence[Line], index: int, saved: Line | None) -> Line:
+    """Return the digests of the state before a step: of the weights that it holds, and of what is known of the rest.
 
-    Other optimizers may hold the same weights, and have stepped since. At the end: those after the last step.
+    Other optimizers may hold the same weights, and have stepped since; models compute between the steps of their
+    own, and change their buffers: these are known where the last step was theirs, or a save was seen. At the end:
+    those after the last step.
     """
     step, before = steps[min(index, len(steps) - 1)], steps[:index]
     if index < len(steps) and step["before"]:
         return dict(step["before"])
-    newest: Line = next((each for each in reversed(before) if each["holds"] == step["holds"]), {})
-    return {**newest, "optimizer": saved[step["which"]] if len(saved) > step["which"] else None}
+    alike = [each for each in reversed(before) if each["holds"] == step["holds"]]
+    same = (each for each in alike if each["roots"] == step["roots"])  # none if they are wrapped anew
+    newest: Line = next(same, alike[0] if alike else {})
+    state = {**newest, "optimizer": None}
+    if newest is not before[-1]:
+        state["buffers"] = []
+    if saved is not None and len(saved["optimizers"]) > step["which"]:
+        state |= {"optimizer": saved["optimizers"][step["which"]], "buffers": saved["buffers"][step["which"]]}
+    return state
 
 
 def _is_rest(step: Line, expected: Line) -> bool:
@@ -183,57 +227,123 @@ def _is_rest(step: Line, expected: Line) -> bool:
     return same and all(step[name] == expected[name][-count:] for name in ("batch", "inputs"))
 
 
-def unsteady_fields(first: Segment, second: Segment) -> tuple[Difference | None, set[str]]:
+def _trainings(segment: Segment) -> list[Segment]:
+    """Return one segment for each training: it begins with a new optimizer, and no older one makes a step again."""
+    last = {step["which"]: at for at, step in enumerate(segment.steps)}
+    new = [at for at, step in enumerate(segment.steps) if at and step["before"] is not None]
+    cuts = [
+        0,
+        *(at for at in new if all(last[step["which"]] < at for step in segment.steps[:at])),
+        len(segment.steps),
+    ]
+    return [
+        replace(
+            segment,
+            steps=segment.steps[begin:end],
+            lines=[
+                {**line, "step": line["step"] - begin}
+                for line in segment.lines
+                if begin < line["step"] <= end or (not begin and not line["step"])
+            ],
+        )
+        for begin, end in itertools.pairwise(cuts)
+    ]
+
+
+def unsteady_fields(first: Sequence[Segment], second: Sequence[Segment]) -> tuple[Difference | None, set[str]]:
     """Compare two undisturbed runs: their first difference; random states, saved entries and names that differ."""
-    one, two = _last_saves([first]), _last_saves([second])
+    one, two = _last_saves(first), _last_saves(second)
     pairs = [(one[name], two[name]) for name in one if name in two]
     if one and two:
         pairs.append((list(one.values())[-1], list(two.values())[-1]))
     unsteady = {key for a, b in pairs for key in a if a[key] != b.get(key)} | (one.keys() ^ two.keys())
-    pairs = [(a["random"], b["random"]) for a, b in zip(first.steps, second.steps, strict=False)]
+    steps, others = ([step for segment in segments for step in segment.steps] for segments in (first, second))
+    pairs = [(a["random"], b["random"]) for a, b in zip(steps, others, strict=False)]
     unsteady |= {name for a, b in pairs for name in a if a[name] != b.get(name)}
     reference = Reference(first, unsteady - _WORDS.keys())
-    difference = reference.place_of(second, 0)[1] or reference.first_difference(second, 0)
-    if difference is None and len(first.steps) != len(second.steps):
-        difference = Difference(min(len(first.steps), len(second.steps)) + 1, "end", "only one of them makes it")
-    return difference, reference.unsteady
+    reached = 0
+    for part in (part for segment in second for part in reference.parts_of(segment)):
+        place, other = reference.place_of(part, reached)
+        reached += len(part.steps)
+        if other is not None:
+            words = "the weights at the start differ: seed before the model is made"
+            return Difference(place + 1, "weights", words), reference.unsteady
+        if (difference := reference.first_difference(part, place)) is not None:
+            return difference, reference.unsteady
+    if len(steps) != len(others):
+        shorter = min(len(steps), len(others))
+        return Difference(shorter + 1, "end", "only one of them makes it"), reference.unsteady
+    return None, reference.unsteady
 
 
 def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
     """Compare all attempts of one rank with the undisturbed run."""
     found, expected = Comparison(), reference.steps
-    kept: list[Line] = []  # the steps that lead to the weights at the end
-    saved: dict[int, set[tuple[str, ...]]] = {}  # whole, and a step before the end: after how many steps, what
-    for number, segment in enumerate(segments):
-        place, other = reference.place_of(segment, len(kept))
+    kept: dict[int, Line] = {}  # the steps that lead to the weights at the end
+    saved: dict[int, dict[int, set[tuple[str, ...]]]] = {}  # of each training: after how many steps, what
+    parts = [(number, part) for number, segment in enumerate(segments) for part in reference.parts_of(segment)]
+    for at, (number, part) in enumerate(parts):
+        place, other = reference.place_of(part, max(kept, default=-1) + 1)
+        begin, end = reference.training_of(place)
+        again, whole = [step for step in kept if place <= step < end], saved.setdefault(begin, {})
         if number:
             found.resumed_at.append(place)
-            found.steps_again += max(0, len(kept) - place)
-            newest = max((at for at, what in saved.items() if not place or what & saved.get(place, set())), default=0)
-            if newest > place:  # of the same entries: a file of the best weights is none to go on from
+            found.steps_again += len(again)
+            # Of the same entries: a file of the best weights is none to go on from.
+            same = [step for step, what in whole.items() if place == begin or what & whole.get(place, set())]
+            newest = max(same, default=0)
+            if newest > place:
                 where = f"after step {place}" if place else "from the beginning"
                 detail = f"it goes on {where}, although step {newest} was saved"
                 found.differences.append(Difference(place + 1, "older", detail))
-        found.differences += filter(None, [other or reference.first_difference(segment, place)])
-        for line in segment.lines:
-            if line["kind"] == "save" and line["step"] < len(segment.steps):
-                saved.setdefault(place + line["step"], set()).add(tuple(line["entries"]))
-        rest = place < len(expected) and _is_rest(segment.steps[0], expected[place])
-        kept = [*kept[:place], expected[place] if rest else segment.steps[0], *segment.steps[1:]]
+        found.differences += filter(None, [other or reference.first_difference(part, place)])
+        goes_on = at + 1 < len(parts) and parts[at + 1][0] == number
+        for line in part.lines:  # a save before the end of a process, or it may not be whole
+            if line["kind"] == "save" and line["step"] < len(part.steps) + goes_on:
+                entries = tuple(sorted({key.partition(".")[0] for key in line["entries"]}))
+                whole.setdefault(place + line["step"], set()).add(entries)
+        for step in again:
+            del kept[step]
+        rest = place < len(expected) and _is_rest(part.steps[0], expected[place])
+        kept |= enumerate([expected[place] if rest else part.steps[0], *part.steps[1:]], place)
     differs = any(each.what != "older" for each in found.differences)
-    if not differs and len(kept) != len(expected):
+    missing = sorted(set(range(len(expected))) ^ kept.keys())
+    if not differs and missing:
         detail = f"{len(kept)} steps lead to the end, not {len(expected)}"
-        found.differences.append(Difference(min(len(kept), len(expected)) + 1, "end", detail))
+        found.differences.append(Difference(missing[0] + 1, "end", detail))
     elif not differs:
-        found.differences += filter(None, [reference.saved_difference(segments)])
-    theirs, ours = (Counter(one for step in steps for one in step["batch"]) for steps in (expected, kept))
+        other = reference.saved_difference(segments)
+        if other is not None and other.what == "text":
+            found.remark = other.detail
+        else:
+            found.differences += filter(None, [other])
+    theirs, ours = (Counter(one for step in steps for one in step["batch"]) for steps in (expected, kept.values()))
     found.batches_twice, found.batches_never = (ours - theirs).total(), (theirs - ours).total()
-    found.finite = all(map(math.isfinite, map(float, [*kept[-1]["losses"], *kept[-1]["numbers"]])))
+    last = kept[max(kept)]
+    found.finite = all(map(math.isfinite, map(float, [*last["losses"], *last["numbers"]])))
+    found.losses = losses(list(kept.values()))
     return found
 
 
+def losses(steps: Sequence[Line]) -> list[float | None]:
+    """Return the first loss of each step, None where none was seen or it is no finite number."""
+    found = [float(step["losses"][0]) if step["losses"] else math.nan for step in steps]
+    return [each if math.isfinite(each) else None for each in found]
+
+
 def compare(references: dict[int, Reference], trial: Trial) -> Comparison:
-    """Compare every rank, and return what the first of them that differs came to, else that of the first."""
-    ranks = trial.ranks()
-    found = [_compare(reference, ranks[rank]) for rank, reference in references.items() if rank in ranks]
-    return next((each for each in found if each.differences), found[0] if found else Comparison(finite=False))
+    """Compare every rank; return what the one came to that differs first, else that of the first."""
+    ranks, causes = trial.ranks(), [*_AT_START, *_WORDS]
+    found = {rank: _compare(each, ranks[rank]) for rank, each in references.items() if rank in ranks}
+
+    def when(rank: int) -> tuple[float, int]:
+        places = [(each.step, causes.index(each.what)) for each in found[rank].differences if each.what in causes]
+        return min(places, default=(math.inf, not found[rank].differences))
+
+    if not found:
+        return Comparison(finite=False)
+    rank = min(found, key=when)
+    if len(references) > 1:
+        named = [replace(each, detail=f"on rank {rank} {each.detail}") for each in found[rank].differences]
+        found[rank].differences = named
+    return found[rank]

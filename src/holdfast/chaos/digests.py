@@ -10,12 +10,15 @@ import gc
 import hashlib
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 _SMALL_BYTES = 1 << 15
 _PARTS = 64  # of a large tensor, so that a swap of two parts shows
 _MOST_DEEP = 12
+_MOST_PATHS, _SHORT = 4, 60
 
 
 class Digests:
@@ -102,15 +105,25 @@ class Digests:
         return found
 
     def saved(self, value: Any) -> dict[str, str]:
-        """Return a digest of each entry of what is saved, short values as they are."""
-        entries: dict[str, Any] = {}
-        for key, entry in (value if isinstance(value, Mapping) else {"": value}).items():
-            if isinstance(entry, Mapping) and any(isinstance(each, Mapping) for each in entry.values()):
-                entries |= {f"{key}.{inner}": each for inner, each in entry.items()}
-            else:
-                entries[str(key)] = entry
-        plain = (int, float, bool, type(None))
-        return {key: repr(entry) if isinstance(entry, plain) else self.tree(entry) for key, entry in entries.items()}
+        """Return a digest of each entry of what is saved, by its path; short values as they are, text in quotes."""
+        found: dict[str, str] = {}
+        self._add_entries(found, "", value, 0)
+        return found
+
+    def _add_entries(self, found: dict[str, str], path: str, value: Any, depth: int) -> None:
+        fields = vars(value) if isinstance(value, (Namespace, SimpleNamespace)) else value
+        weights = bool(depth) and isinstance(fields, Mapping) and self._are_weights(fields)
+        named = isinstance(fields, Mapping) and all(isinstance(key, str) for key in fields)
+        if named and fields and depth < _MOST_PATHS and not weights:
+            for key, each in fields.items():
+                self._add_entries(found, f"{path}.{key}" if path else key, each, depth + 1)
+        elif isinstance(value, str):
+            found[path] = repr(value) if len(value) <= _SHORT else f"{value[:_SHORT]!r} {self.tree(value)}"
+        else:
+            found[path] = repr(value) if isinstance(value, (int, float, bool, type(None))) else self.tree(value)
+
+    def _are_weights(self, fields: Mapping[Any, Any]) -> bool:
+        return all(isinstance(each, self._torch.Tensor) for each in fields.values())
 
     def roots(self, optimizer: Any) -> list[Any]:
         """Return the outermost modules that hold a parameter of an optimizer, in an order that does not change."""

@@ -35,7 +35,7 @@ class Injector:
         self._cut = False
 
     def _is_now(self, at: str, count: int) -> bool:
-        if at != self._at or count < self.plan["count"] or own_rank() != self.plan.get("rank", 0):
+        if at != self._at or count < self.plan["count"] or own_rank()[0] != self.plan.get("rank", 0):
             return False
         self._at = None
         with suppress(FileExistsError):  # once in all processes: a launcher may start others in place of a dead one
@@ -85,6 +85,16 @@ class Injector:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         self._limit_files()
 
+    @staticmethod
+    def append(file: int, line: bytes) -> None:
+        """Write to the trace, which no fault may limit."""
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
+        try:
+            os.write(file, line)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
     def _limit_files(self) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(self.plan["bytes"]), hard))
@@ -95,9 +105,12 @@ class Injector:
         torch.empty(1 << 60, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
 
 
-def own_rank() -> int:
-    """Return the rank of this process, 0 where there are no ranks; a launcher may set it after a fork."""
-    return int(os.environ.get("RANK", "0"))
+def own_rank() -> tuple[int, int]:
+    """Return the rank of this process, and of how many, (0, 1) without ranks; a launcher may set it after a fork."""
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized():  # `mp.spawn` sets no variable
+        return group.get_rank(), group.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def with_nan(torch: Any, value: Any, done: list[bool]) -> Any:

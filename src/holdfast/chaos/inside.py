@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from holdfast.chaos.digests import Digests
@@ -28,6 +32,7 @@ _SAVERS = {
     "torch.distributed.checkpoint.state_dict_saver": "save",
     "holdfast.checkpoint.saver": "write",
 }
+_HANDLED = tuple(signal.Signals[f"SIG{name}"] for name in ("CHLD", "TERM", "INT", "HUP", "USR1", "USR2", "ALRM"))
 _WRITES = os.O_WRONLY | os.O_RDWR
 _CHANGES = {"os.remove": 1, "os.rename": 2, "os.rmdir": 1, "shutil.rmtree": 1}  # events of audit, with their paths
 _SETTINGS = ("lr", "momentum", "betas", "weight_decay")
@@ -45,6 +50,27 @@ def start(run: str) -> None:
 def _enter(module: Any, args: Any, kwargs: Any) -> Any:
     """Be the hook of a model: a function of a module can be copied and pickled with it."""
     return None if _inside is None else _inside.forward(module, args, kwargs)
+
+
+@contextmanager
+def _handlers_wait() -> Iterator[None]:
+    """Call the training's handlers of signals afterwards: one may raise, as torch's does when a worker has died.
+
+    That error is for the training, and in the midst of ours a step would be missing in the trace.
+    """
+    met: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: given for number in _HANDLED if callable(given := signal.getsignal(number))}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda *given: met.append(given))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in met:
+        handlers[number](number, frame)
 
 
 class Inside:
@@ -78,7 +104,7 @@ class Inside:
         self._inputs: list[str | None] = []
         self._losses: list[str] = []
         self._random: dict[str, str] | None = None
-        self._backwards = 0
+        self._backwards, self._known = 0, (0, 0)
 
     # --- the trace ------------------------------------------------------------------------------------------------
 
@@ -87,9 +113,10 @@ class Inside:
         if self._file is None:
             path = self._folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self.write("start", rank=own_rank(), ranks=int(os.environ.get("WORLD_SIZE", "1")))
+            versions = {"Python": platform.python_version(), "torch": str(getattr(self._torch, "__version__", ""))}
+            self.write("start", versions=versions)
         line = {"kind": kind, "step": self.steps, "seconds": time.time(), **facts}
-        os.write(self._file, json.dumps(line).encode() + b"\n")
+        self.fault.append(self._file, json.dumps(line).encode() + b"\n")
 
     def failed(self, error: BaseException) -> None:
         """Note an error of ours; the training goes on."""
@@ -97,10 +124,13 @@ class Inside:
             file.writelines(traceback.format_exception(error))
 
     def _noted(self, act: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return None if self._torch.compiler.is_dynamo_compiling() else act(*args)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
-            return self.failed(error)
+        if self._torch.compiler.is_dynamo_compiling():
+            return None
+        with _handlers_wait():
+            try:
+                return act(*args)
+            except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+                return self.failed(error)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._torch is None:
@@ -198,12 +228,21 @@ class Inside:
         if self._in_backward:
             return original(*args, **kwargs)
         self._noted(self._backward_begins, args[0] if args else kwargs.get("tensors"))
-        self.fault.meet("backward", self.steps)
         self._in_backward = True
         try:
-            return original(*args, **kwargs)
+            self.fault.meet("backward", self.steps)
+            result = original(*args, **kwargs)
+            self._known = len(self._inputs), len(self._losses)
         finally:
             self._in_backward = False
+            self._forget_failed()
+        return result
+
+    def _forget_failed(self) -> None:
+        """Forget forwards whose backward has raised: they are no part of the step, if it is made again."""
+        inputs, losses = self._known
+        del self._batches[inputs:], self._inputs[inputs:], self._losses[losses:]
+        self._random = self._random if inputs else None
 
     def _backward_begins(self, root: Any) -> None:
         root = root[0] if isinstance(root, (tuple, list)) and root else root
@@ -236,6 +275,7 @@ class Inside:
             "buffers": buffers,
             "numbers": [number for each in some for number in each.double().tolist()],
             "holds": f"{[type(root).__name__ for root in roots]} {len(named)}",
+            "roots": [id(root) for root in roots] or [id(p) for _, p in named],
         }
 
     def _is_for_state(self, optimizer: Any) -> bool:
@@ -265,7 +305,7 @@ class Inside:
         self.write(
             "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(self._inputs),
             batch=self._batches, random=self._random or {}, inputs=self._inputs, losses=self._losses,
-            which=list(self._held).index(id(optimizer)), **self._state(optimizer),
+            which=list(self._held).index(id(optimizer)), ranks=own_rank(), **self._state(optimizer),
         )  # fmt: skip
         self._begin_step()
         self.fault.meet("after", self.steps)
@@ -293,18 +333,25 @@ class Inside:
             for root in list(self._hooked):
                 self._hooked[root] = root.register_forward_pre_hook(_enter, with_kwargs=True)
             self._saving = False
-            self.fault.save_ends()
-        self._noted(self._saved, [*args, *kwargs.values()])
+            given = [*args, *kwargs.values()]
+            buffers = [each for each in given if hasattr(each, "getbuffer")]
+            if not buffers:  # else the file is written later
+                self.fault.save_ends()
+        self._noted(self._saved, given, sum(each.getbuffer().nbytes for each in buffers))
         self.fault.meet("save ends", self._saves)
         return result
 
-    def _saved(self, given: list[Any]) -> None:
+    def _saved(self, given: list[Any], size: int) -> None:
         named = [getattr(each, "name", None) if hasattr(each, "write") else each for each in given]
         paths = [os.fspath(each) for each in named if isinstance(each, (str, os.PathLike))]
         path = os.path.realpath(paths[0]) if paths else None
         entries = {} if isinstance(given[0], (str, os.PathLike)) else self._digests.saved(given[0])
-        size = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
-        held = [self._digests.optimizer(each) if (each := ref()) is not None else None for ref in self._optimizers]
-        self.write("save", path=path, entries=entries, bytes=size, optimizers=held)
+        if path is not None:
+            sizes = [each.stat().st_size for each in (Path(path), *Path(path).rglob("*")) if each.is_file()]
+            size = max(sizes, default=size)
+        optimizers = [ref() for ref in self._optimizers]
+        held = [None if each is None else self._digests.optimizer(each) for each in optimizers]
+        buffers = [[] if each is None else self._state(each)["buffers"] for each in optimizers]
+        self.write("save", path=path, entries=entries, bytes=size, optimizers=held, buffers=buffers)
         if path is not None:
             self._wrote(path)

@@ -8,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from holdfast.chaos.injecting import COMMAND_FILE, MET_FILE, PLAN_FILE
 from holdfast.chaos.workplace import Workplace
@@ -100,21 +101,24 @@ class Bench:
         traces = self.place.scratch / f"attempt-{self._number}"
         (traces / "processes").mkdir(parents=True)  # where `sitecustomize` notes what fails
         (traces / PLAN_FILE).write_text(json.dumps({"inside": list(map(str, self.place.tops)), **(plan or {})}))
-        mark = f"chaos-{os.getpid()}-{self._number}"
+        mark = f"{self.place.scratch.name}-{self._number}"
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
         environment |= {"OBSERVER_OF_HOLDFAST": "holdfast.chaos.inside", "TMPDIR": str(self.place.temporary)}
         began = time.monotonic()
-        with (traces / "output.txt").open("wb") as output:
-            child = subprocess.Popen(  # noqa: S603 - the user's own command is the point
-                [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid()), self._program, *self._command],
-                cwd=self.place.work, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        child = subprocess.Popen(  # noqa: S603 - the user's own command is the point
+            [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid()), self._program, *self._command],
+            cwd=self.place.work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        # Through a pipe, since a limit on files is none on printing.
+        reader = threading.Thread(target=_copy_output, args=(child.stdout, traces / "output.txt"), daemon=True)
+        reader.start()
         (traces / COMMAND_FILE).write_text(str(child.pid))
         try:
             hung = self._wait(child, traces, began)
         finally:
             seconds, left = time.monotonic() - began, _end(child, mark)
+            reader.join(_KILL_SECONDS)
         text = (traces / "output.txt").read_bytes()[-4000:].decode(errors="replace")
         segments = [_read(path) for path in sorted(traces.glob("*.jsonl"))]
         shutil.rmtree(traces, ignore_errors=True)
@@ -141,6 +145,11 @@ class Bench:
                 signal_all([child.pid], signal.SIGKILL)
 
 
+def _copy_output(pipe: IO[bytes], path: Path) -> None:
+    with pipe, path.open("wb", buffering=0) as file:
+        shutil.copyfileobj(pipe, file)
+
+
 def _end(child: subprocess.Popen[bytes], mark: str) -> int:
     """End what is left of a command; return how many processes did not end with it by themselves."""
 
@@ -159,9 +168,9 @@ def _end(child: subprocess.Popen[bytes], mark: str) -> int:
 
 def _read(path: Path) -> Segment:
     lines = [json.loads(text) for text in path.read_bytes().split(b"\n")[:-1]]
-    first = lines[0] if lines else {"rank": 0, "ranks": 1}
     steps = [line for line in lines if line["kind"] == "step"]
-    return Segment(rank=first["rank"], ranks=first["ranks"], steps=steps, lines=lines)
+    rank, ranks = steps[0]["ranks"] if steps else (0, 1)
+    return Segment(rank=rank, ranks=ranks, steps=steps, lines=lines)
 
 
 def _is_over(attempt: Attempt, steps: int) -> bool:

@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.comparing import Comparison, Difference, Reference, compare, unsteady_fields
+from holdfast.chaos.comparing import Comparison, Difference, Reference, compare, losses, unsteady_fields
 from holdfast.chaos.trials import Attempt, Bench, Line, Trial, carry_out
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
+from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
 from holdfast.testing import flip_bit
 
@@ -46,15 +47,15 @@ class Fault:
 class Row:
     """What one trial has shown.
 
-    `result` is ``exact``, ``differs``, ``changed`` (as a fault in the data must), ``broken`` (NaN at the end),
-    ``lost`` (it does not survive), ``hangs``, ``older`` (saved work is done again), ``survives`` (two undisturbed
-    runs differ, too), ``not met`` (the fault did not happen) or ``not run``.
+    `result` is ``exact``, ``survives`` (it is another one after a fault in the data, or already when undisturbed),
+    ``another training``, ``work is lost`` (saved work is done again), ``ends in NaN``, ``hangs``,
+    ``does not survive``, ``did not occur`` (the fault's moment never came) or ``not tried`` (no time, interrupted).
     """
 
     kind: str
     fault: str
-    result: str = "not run"
-    detail: str = ""
+    result: str = "not tried"
+    detail: str = "no time"
     attempts: int = 0
     seconds: float = 0.0
     seconds_lost: float = 0.0
@@ -65,17 +66,17 @@ class Row:
     @property
     def passed(self) -> bool:
         """Whether the training came out as it should."""
-        return self.result in ("exact", "changed", "survives")
+        return self.result in ("exact", "survives")
 
     @property
     def lost(self) -> bool:
         """Whether it does not survive."""
-        return self.result in ("lost", "hangs", "broken")
+        return self.result in ("does not survive", "hangs", "ends in NaN")
 
     @property
     def tried(self) -> bool:
         """Whether the fault happened."""
-        return self.result not in ("not met", "not run")
+        return self.result not in ("did not occur", "not tried")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,13 +92,16 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     seconds_of_runs: float = 0.0  # of which the command itself ran
+    losses: list[float | None] = field(default_factory=list)  # of the undisturbed run, step by step
+    interrupted: bool = False
+    versions: dict[str, str] = field(default_factory=dict)  # that the training has imported
 
     @property
     def passed(self) -> bool:
         """Whether all that was asked for was tried, and the training survives it and is the same training."""
         tried = [row for row in self.rows if row.tried]
-        whole = self.unsteady is None and all(row.result != "not run" for row in self.rows)
-        return whole and bool(tried) and all(row.passed for row in tried)
+        whole = self.unsteady is None and all(row.result != "not tried" for row in self.rows)
+        return whole and not self.interrupted and bool(tried) and all(row.passed for row in tried)
 
 
 class Campaign:
@@ -111,7 +115,7 @@ class Campaign:
         seed: Decides steps and bits.
         budget_seconds: After which no trial is begun.
         restarts: Of one trial at most.
-        say: Called with each row as soon as it is there.
+        say: Called with a line of progress for each fault.
 
     Raises:
         PolicyError: H729 for a command that cannot be put to the test, H730 as `Workplace`.
@@ -119,7 +123,7 @@ class Campaign:
 
     def __init__(
         self, command: Sequence[str], *, origin: Path, writes: Sequence[Path] = (), only: Sequence[str] = (),
-        seed: int = 0, budget_seconds: float = 600.0, restarts: int = 3, say: Callable[[Row], None] = lambda _: None,
+        seed: int = 0, budget_seconds: float = 600.0, restarts: int = 3, say: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._command, self._only, self._seed, self._restarts, self._say = list(command), only, seed, restarts, say
         self._chance = random.Random(seed)  # noqa: S311 - chance, not secrets
@@ -145,26 +149,47 @@ class Campaign:
 
     def _try(self, first: Trial, second: Trial) -> Report:
         references, unsteady, others = {}, None, second.ranks()
-        for rank, (segment, *_) in sorted(first.ranks().items()):
-            differs, fields = unsteady_fields(segment, others[rank][0])
-            unsteady, references[rank] = unsteady or differs, Reference(segment, fields)
+        for rank, segments in sorted(first.ranks().items()):
+            differs, fields = unsteady_fields(segments, others.get(rank, []))
+            unsteady, references[rank] = unsteady or differs, Reference(segments, fields)
+        reference = references[min(references)]
         self._bench.still_seconds = max(_LEAST_STILL_SECONDS, _STILL_TIMES * _longest_pause(first.last))
         self._bench.most_seconds = max(60.0, _MOST_TIMES * first.last.seconds)
+        same = len({step["weights"] for step in reference.steps}) == 1
+        remarks = {_NO_SAVE: not first.last.lines("save"), "no step has changed a weight": same}
         report = Report(
-            command=self._command, seed=self._seed, unsteady=unsteady, steps=len(references[min(references)].steps),
+            command=self._command, seed=self._seed, unsteady=unsteady, steps=len(reference.steps),
             undisturbed_seconds=[trial.last.seconds for trial in (first, second)],
-            remarks=[] if first.last.lines("save") else [_NO_SAVE],
+            remarks=[words for words, holds in remarks.items() if holds], losses=losses(reference.steps),
+            versions=reference.segments[0].lines[0].get("versions", {}) | {"holdfast": __version__},
         )  # fmt: skip
-        for fault in self._faults(references[min(references)]):
-            if not self._only or fault.kind in self._only:
-                report.rows.append(self._row(fault, first, references, unsteady))
-                self._say(report.rows[-1])
+        faults = [each for each in self._faults(reference) if not self._only or each.kind in self._only]
+        minutes = 2 * (len(faults) + 1) * first.last.seconds / 60  # each one is started twice, mostly
+        self._say(
+            f"{len(faults)} faults; one start takes {first.last.seconds:.0f} s, all of them about {minutes:.0f} min"
+        )
+        numbers = [sum(other.kind == each.kind for other in faults[:at]) for at, each in enumerate(faults)]
+        faults = [faults[at] for at in sorted(range(len(faults)), key=numbers.__getitem__)]  # first one of each kind
+        report.rows = [Row(kind=each.kind, fault=each.words) for each in faults]
+        try:
+            for at, fault in enumerate(faults):
+                report.rows[at] = self._row(fault, first, references, unsteady)
+                self._say(f"{fault.words}: {report.rows[at].result}")
+        except KeyboardInterrupt:
+            report.interrupted = True
+            for row in (row for row in report.rows if row.result == "not tried"):
+                row.detail = "interrupted"
+        if any(row.detail == "no time" for row in report.rows):
+            report.remarks.append(
+                f"all {len(faults)} faults need about {minutes:.0f} min: --budget {minutes + 1:.0f}m"
+            )
         report.seconds, report.seconds_of_runs = time.monotonic() - self._began, self._ran
         return report
 
     def _faults(self, reference: Reference) -> list[Fault]:
         """Draw all faults; each is drawn whatever others are asked for, so that a seed means the same."""
-        count, lines = len(reference.steps), reference.segment.lines
+        segment = max(reference.segments, key=lambda each: len(each.steps))  # steps are counted in each process
+        count, lines = len(segment.steps), segment.lines
         saves = [line for line in lines if line["kind"] == "save"]
         after = min((line["step"] for line in saves if line["step"] < count), default=0)  # a save to go on from
         step = partial(self._step, after, count)
@@ -175,12 +200,12 @@ class Campaign:
         if any(line["kind"] == "workers" for line in lines):
             for act in ("killed", "stopped"):
                 found.append(_at_step("worker", f"a loader worker {act} in", "loader", step(), f"worker {act}"))
-        if reference.segment.ranks > 1:
+        if segment.ranks > 1:
             for words, act in (("killed", "SIGKILL"), ("stopped", "SIGSTOP")):
-                rank = self._chance.randrange(1, reference.segment.ranks)
+                rank = self._chance.randrange(1, segment.ranks)
                 found.append(_at_step("rank", f"rank {rank} {words} in", "backward", step(), act, rank=rank))
         found.append(_at_step("memory", "out of memory in", "backward", step(), "memory"))
-        loads = any(any(each["batch"]) for each in reference.steps)
+        loads = any(any(each["batch"]) for each in segment.steps)
         found.append(_at_step("nan", "a NaN in the batch of", "loader" if loads else "forward", step(), "nan"))
         if evaluations := sum(line["kind"] == "eval" for line in lines):
             number = self._chance.randint((evaluations + 1) // 2, evaluations)
@@ -213,7 +238,8 @@ class Campaign:
     def _row(
         self, fault: Fault, first: Trial, references: dict[int, Reference], unsteady: Difference | None
     ) -> Row:  # fmt: skip
-        row, steps = Row(kind=fault.kind, fault=fault.words), len(references[min(references)].steps)
+        row = Row(kind=fault.kind, fault=fault.words)
+        steps = max(len(segment.steps) for segment in first.last.segments)
         if time.monotonic() > self._bench.deadline:
             return row
         trial = carry_out(self._bench, fault.plan, restarts=self._restarts, steps=steps, between=fault.between)
@@ -224,7 +250,8 @@ class Campaign:
         row.attempts, row.seconds_lost = len(trial.attempts), max(0.0, row.seconds - first.last.seconds)
         row.left_processes = sum(attempt.left for attempt in trial.attempts)
         left = sorted(trial.files - first.files)
-        row.left_files = [str(path).removeprefix(f"{self._place.work}/") for path in left]
+        tops = (f"{self._place.work}/", f"{self._place.scratch}/")
+        row.left_files = [str(path).removeprefix(tops[0]).removeprefix(tops[1]) for path in left]
         comparison = compare(references, trial)
         row.comparison = asdict(comparison)
         row.result, row.detail = _judge(fault, trial, comparison, unsteady)
@@ -241,26 +268,28 @@ def _at_step(kind: str, words: str, at: str, step: int, act: str, **plan: Any) -
 
 
 def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Difference | None) -> tuple[str, str]:
-    last, again = trial.last, f"{comparison.steps_again} steps made again"
+    last, again = trial.last, f"{comparison.steps_again} steps made again" if unsteady is None else ""
     if not trial.attempts[0].lines("fault"):
-        return "not met", "the training ended before"
+        return "did not occur", "the training ended before"
     if fault.between is not None and trial.damaged is None:
-        return "not met", "no checkpoint was found to damage"
+        return "did not occur", "no checkpoint was found to damage"
     if last.hung or last.status:
         how = "it stood still and was killed" if last.hung else f"it ended with {_status(last.status)}"
         said = " ".join(last.output.strip().splitlines()[-1:])[:200]
-        return ("hangs" if last.hung else "lost"), f"start {len(trial.attempts)}: {how}; {said}"
+        return ("hangs" if last.hung else "does not survive"), f"start {len(trial.attempts)}: {how}; {said}"
     if any(attempt.hung for attempt in trial.attempts):
         return "hangs", f"it stood still and had to be killed; then {again}"
     if not comparison.finite:
-        return "broken", "the weights or the loss at the end are NaN or infinite"
+        return "ends in NaN", "the weights or the loss at the end are NaN or infinite"
     if fault.kind == "nan" and comparison.differences:
-        return "changed", "this batch has changed the training; the weights at the end are finite"
-    for difference in comparison.differences if unsteady is None else ():
+        return "survives", "this batch has changed the training; the weights at the end are finite"
+    found = sorted(comparison.differences, key=lambda each: each.what == "older")  # the graver ones first
+    for difference in found if unsteady is None else ():
         if difference.what == "older" and fault.between is not None:
             continue  # the newest one is damaged
-        return ("older" if difference.what == "older" else "differs"), str(difference)
-    return ("exact" if unsteady is None else "survives"), again
+        return ("work is lost" if difference.what == "older" else "another training"), str(difference)
+    remark = f"; {comparison.remark}" if comparison.remark and unsteady is None else ""
+    return ("exact" if unsteady is None else "survives"), again + remark
 
 
 def _status(status: int) -> str:
@@ -306,7 +335,7 @@ def _damage(place: Workplace, *, act: Callable[[Path, random.Random], None], cha
     """Damage the newest file that is at least half as large as the largest of those that the training has written."""
     new = {}
     for path, (size, changed) in place.files().items():
-        origin = place.origin / path.relative_to(place.work) if path.is_relative_to(place.work) else None
+        origin = place.first / path.relative_to(place.work) if path.is_relative_to(place.work) else None
         if size and (origin is None or not origin.exists() or origin.stat().st_mtime_ns != changed):
             new[path] = size, changed
     if not new:

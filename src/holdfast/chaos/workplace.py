@@ -22,6 +22,8 @@ class Workplace:
     With `writes`, only these paths and files of up to 1 MiB are copied, and all else is linked; without, everything
     is copied, up to `MOST_BYTES`.
 
+    All are made of one first copy, so that an edit meanwhile is in none of them.
+
     Args:
         origin: The working directory. It is read only.
         writes: What the training writes: paths in `origin`, or paths elsewhere that do not exist yet.
@@ -49,7 +51,7 @@ class Workplace:
                 fix="name what the training writes, as in `--writes runs/`: then what else is large is linked.",
             )  # fmt: skip
         self.scratch = Path(tempfile.mkdtemp(prefix="holdfast-chaos-")).resolve()
-        self.work, self.temporary = self.scratch / "work", self.scratch / "tmp"
+        self.work, self.temporary, self.first = (self.scratch / name for name in ("work", "tmp", "first"))
         self.tops = (self.work, self.temporary, *self.elsewhere)
 
     def renew(self) -> None:
@@ -57,7 +59,9 @@ class Workplace:
         for path in self.tops:
             _remove(path)
         self.temporary.mkdir()
-        self._copy(self.origin, self.work)
+        if not self.first.exists():
+            self._copy(self.origin, self.first)
+        shutil.copytree(self.first, self.work, symlinks=True)
 
     def _copy(self, source: Path, target: Path) -> None:
         target.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import sys
 from dataclasses import asdict
@@ -13,18 +14,13 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
+from holdfast.chaos.page import render
 from holdfast.chaos.trying import KINDS, Campaign, Report, Row
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.secrets import without_secrets
 from holdfast.core.text import sanitise
 
-_RESULTS = {
-    "exact": "[green]exact[/]", "changed": "[green]survives[/]", "survives": "[green]survives[/]",
-    "differs": "[red]ANOTHER TRAINING[/]", "older": "[red]WORK IS LOST[/]", "broken": "[red]NaN[/]",
-    "lost": "[red]DOES NOT SURVIVE[/]", "hangs": "[red]HANGS[/]", "not met": "[dim]did not occur[/]",
-    "not run": "[dim]not tried: no time[/]",
-}  # fmt: skip
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
@@ -39,6 +35,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Decides the steps and bits of the faults.")] = 0,
     budget: Annotated[str, typer.Option(help="After which no fault is begun, such as 90s, 10m, 2h.")] = "10m",
     restarts: Annotated[int, typer.Option(min=1, help="How often the command is started again, per fault.")] = 3,
+    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page for people there.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Disturb a training, start it again, and say whether it is still the same training.
@@ -46,18 +43,39 @@ def run(
     The command runs twice undisturbed, then once for each fault, in copies of the working directory; nothing in it is
     changed. Exit code: 0 if it survives all and comes out the same, 1 if not, 2 if it cannot be put to the test.
     """
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the copies are removed
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    met: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        met.append(number)
+        for each in ends:  # once: the processes are ended and the copies removed
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {each: signal.signal(each, interrupt) for each in ends if signal.getsignal(each) != signal.SIG_IGN}
     with failing_clearly(as_json=as_json):
+        if page is not None:
+            page.open("a").close()  # or all of it would have been for nothing
         campaign = Campaign(
             command, origin=Path.cwd(), writes=writes or (), only=_kinds(only), seed=seed,
             budget_seconds=_seconds(budget), restarts=restarts, say=_say,
         )  # fmt: skip
-        report = campaign.run()
-    signal.signal(signal.SIGTERM, before)
+        try:
+            report = campaign.run()
+        except KeyboardInterrupt:
+            _say("interrupted before anything was tried")
+            raise typer.Exit(128 + met[0]) from None
+    for each, handler in before.items():
+        signal.signal(each, handler)
+    if page is not None:
+        with failing_clearly(as_json=as_json):
+            page.write_text(render(report, shlex.join(without_secrets(report.command)), _sentence(report)))
     if as_json:
         print_json(as_values(report))
     else:
         _print(report)
+    if met:
+        raise typer.Exit(128 + met[0])
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)
 
@@ -81,8 +99,8 @@ def _seconds(budget: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _say(row: Row) -> None:
-    print(f"chaos: {row.fault}: {row.result}", file=sys.stderr, flush=True)
+def _say(line: str) -> None:
+    print(f"chaos: {line}", file=sys.stderr, flush=True)
 
 
 def as_values(report: Report) -> dict[str, Any]:
@@ -98,16 +116,27 @@ def as_values(report: Report) -> dict[str, Any]:
 def _verdict(report: Report) -> str:
     tried = [row for row in report.rows if row.tried]
     passed, survives = (sum(each) for each in ([row.passed for row in tried], [not row.lost for row in tried]))
-    found = f"it survives {survives} of {len(tried)} faults, and comes out as it should after {passed}"
+    older = sum(row.result == "work is lost" for row in tried)
+    found = f"it survives {survives} of {len(tried)} faults, and is the same training after {passed + older} of them"
+    found += f", but begins anew what was saved after {older}" if older else ""
     if not tried:
         found = "nothing could be tried"
-    elif passed == len(tried) and report.unsteady is not None:
-        found = f"it survives {passed} of {passed} faults. Whether it is the same training cannot be said: two "
+    elif report.unsteady is not None:
+        found = f"it survives {survives} of {len(tried)} faults. Whether it is the same training cannot be said: two "
         found += f"undisturbed runs differ already, first in {report.unsteady}"
     elif passed == len(tried):
-        found = f"it survives {passed} of {passed} faults, and is the same training after each, bit for bit"
-    missing = len(report.rows) - len(tried)
-    return f"{found}; {missing} more did not occur, or there was no time for them" if missing else found
+        but = any(row.result == "survives" for row in tried)
+        found = f"it survives {passed} of {passed} faults, and is the same training after each"
+        found += ", bit for bit, but for the NaN in its data" if but else ", bit for bit"
+    for result in ("did not occur", "not tried"):
+        if missing := [row.detail for row in report.rows if row.result == result]:
+            found += f"; {len(missing)} {result}: {missing[0]}"
+    return found
+
+
+def _sentence(report: Report) -> str:
+    verdict = _verdict(report)
+    return f"{verdict[:1].upper()}{verdict[1:]}"
 
 
 def _print(report: Report) -> None:
@@ -116,16 +145,22 @@ def _print(report: Report) -> None:
         left = [f"{row.left_processes} processes"] if row.left_processes else []
         left += [sanitise(each) for each in row.left_files[:3]]
         table.add_row(
-            row.fault, _RESULTS[row.result], _escape(row.detail), str(row.attempts or ""),
+            row.fault, _coloured(row), _escape(row.detail), str(row.attempts or ""),
             f"{row.seconds_lost:.1f} s" if row.attempts else "", _escape(", ".join(left)),
         )  # fmt: skip
     out = console()
     out.print(table)
     out.print("Does it survive, and is it still the same training?", style="bold")
-    out.print(_escape(f"{_verdict(report)[:1].upper()}{_verdict(report)[1:]}."))
+    out.print(_escape(f"{_sentence(report)}."))
     for remark in report.remarks:
         out.print(_escape(f"Note: {remark}."))
     out.print(f"{report.seconds:.0f} s; repeat it with --seed {report.seed}", style="dim")
+
+
+def _coloured(row: Row) -> str:
+    if not row.tried:
+        return f"[dim]{row.result}[/]"
+    return f"[green]{row.result}[/]" if row.passed else f"[red]{row.result.upper()}[/]"
 
 
 def _escape(text: str) -> str:

@@ -36,6 +36,7 @@ def test_each_trial_begins_with_what_was_there(origin, opened):
     (place.work / "train.py").unlink()
     (place.work / "new.pt").write_text("new")
     (place.temporary / "left").write_text("left")
+    (origin / "train.py").write_text("edited during the campaign")
     assert {each.name for each in place.files()} == {"last.pt", "x.bin", "new.pt", "left"}
     place.renew()
     found = {str(each.relative_to(place.work)): each.read_text()[:6] for each in place.files()}
