@@ -65,7 +65,7 @@ def main():
     result = Result(options=options, parameters={"seed": given.seed, "kinds": kinds, "restarts": 2})
     os.environ["PYTHONPATH"] = f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of what is forked
     running = {}
-    with ProcessPoolExecutor(3) as pool:
+    with ProcessPoolExecutor(4) as pool:
         for name, function, distribution, loaded, ways in ENTRIES:
             for way, words in (ways or {"": "alone", "holdfast": "with holdfast"}).items():
                 if any(word in f"{name} {words}".lower() for word in given.only.split(",")):
