@@ -4,16 +4,15 @@ import importlib
 import os
 import sys
 import tempfile
-from typing import Any
 
 from holdfast.chaos.inside import _SAVERS
 
 
-def _redirect(module: Any, name: str) -> None:
+def _redirect(module, name):
     """Put a function in its place, wherever it is bound, that calls whatever the module's own name has become."""
     original, inside = getattr(module, name), []
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         now = getattr(module, name)
         if inside or now is call:
             return original(*args, **kwargs)

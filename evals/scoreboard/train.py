@@ -5,7 +5,6 @@ Settings are those that the documentation recommends for what can be interrupted
 python train.py FRAMEWORK [holdfast | careful | dcp]
 """
 
-import os
 import pickle
 import sys
 from functools import partial
@@ -23,20 +22,22 @@ GUARDED = WAY == "holdfast"
 LOADING = {"batch_size": SIZE, "shuffle": True, "num_workers": 2}
 
 
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
 class Samples(Dataset):
     """Points with noise that is drawn in the worker, as augmentation is, or that depends on epoch and index alone."""
 
     def __init__(self, count=BATCHES * SIZE, noise=0.1, epoch=None):
-        self.x = torch.randn(count, 16, generator=torch.Generator().manual_seed(count))
-        self.noise, self.epoch = noise, epoch
+        self.x, self.noise, self.epoch = torch.randn(count, 16, generator=seeded(count)), noise, epoch
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, index):
-        own = None if self.epoch is None else torch.Generator().manual_seed(1000 * self.epoch + index)
-        x = self.x[index] + self.noise * torch.randn(16, generator=own)
-        return {"x": x, "labels": self.x[index, :4].argmax()}
+        noise = torch.randn(16, generator=None if self.epoch is None else seeded(1000 * self.epoch + index))
+        return {"x": self.x[index] + self.noise * noise, "labels": self.x[index, :4].argmax()}
 
 
 class StatefulSamples(Samples):
@@ -56,8 +57,10 @@ class Net(nn.Module):
         self.body = nn.Sequential(*first, nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
 
     def forward(self, x, labels=None):
-        logits = self.body(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits := self.body(x), labels), "logits": logits}
+
+
+HELD_OUT = DataLoader(Samples(3 * SIZE, noise=0.0), batch_size=SIZE)
 
 
 def loader(**given):
@@ -69,12 +72,7 @@ def loader(**given):
     return StatefulDataLoader(StatefulSamples(), **LOADING, **given)
 
 
-def held_out():
-    return DataLoader(Samples(3 * SIZE, noise=0.0), batch_size=SIZE)
-
-
 def optimizers(model):
-    """Return AdamW, and a scheduler with a warm-up, stepped after each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=WARM_UP)
 
@@ -82,7 +80,7 @@ def optimizers(model):
 @torch.no_grad()
 def validate(model):
     model.eval()
-    loss = sum(float(model(**batch)["loss"]) for batch in held_out())
+    loss = sum(float(model(**batch)["loss"]) for batch in HELD_OUT)
     model.train()
     return loss
 
@@ -104,9 +102,8 @@ def plain():
     model = Net()
     optimizer, scheduler = optimizers(model)
     if GUARDED:
-        train_guarded(partial(holdfast.Guard, "run"), model, optimizer, scheduler)
-        return
-    data, saved = loader(generator=torch.Generator().manual_seed(0)), None
+        return train_guarded(partial(holdfast.Guard, "run"), model, optimizer, scheduler)
+    data, saved = loader(generator=seeded(0)), None
     epoch = done = step = 0
     if WAY == "dcp":
         import torch.distributed.checkpoint as dcp
@@ -115,13 +112,12 @@ def plain():
     def state():
         states = get_state_dict(model, optimizer) if WAY == "dcp" else (model.state_dict(), optimizer.state_dict())
         other = torch.get_rng_state() if WAY == "careful" else pickle.dumps(data.state_dict())
-        kept = {"model": states[0], "optimizer": states[1], "scheduler": scheduler.state_dict(), "other": other}
-        return kept | {"epoch": epoch, "done": done, "step": step}
+        counts = {"epoch": epoch, "done": done, "step": step, "other": other}
+        return counts | {"model": states[0], "optimizer": states[1], "scheduler": scheduler.state_dict()}
 
     def rest(epoch, done):
-        samples, seeded = Samples(epoch=epoch), torch.Generator().manual_seed(epoch)
-        order = torch.randperm(len(samples), generator=seeded).tolist()[done * SIZE :]
-        return DataLoader(samples, batch_size=SIZE, sampler=order, num_workers=2, generator=seeded)
+        order = torch.randperm(BATCHES * SIZE, generator=seeded(epoch))[done * SIZE :]
+        return DataLoader(Samples(epoch=epoch), SIZE, sampler=order.tolist(), num_workers=2, generator=seeded(0))
 
     folders = sorted(path.parent for path in Path("saved").glob("*/.metadata"))
     if folders:
@@ -150,7 +146,7 @@ def plain():
                 dcp.save(state(), checkpoint_id=f"saved/{step:04}")
             elif step % EVERY == 0:
                 torch.save(state(), new := "saved.new" if WAY == "careful" else "saved.pt")
-                os.replace(new, "saved.pt")
+                Path(new).replace("saved.pt")
         epoch, done = epoch + 1, 0
         validate(model)
 
@@ -163,10 +159,6 @@ def trainer():
     if GUARDED:
         from holdfast.integrations.transformers import HoldfastTrainer as Trainer
 
-    class Own(Trainer):
-        def get_train_dataloader(self):
-            return loader() if GUARDED else super().get_train_dataloader()
-
     set_seed(1)
     arguments = TrainingArguments(
         "output", num_train_epochs=EPOCHS, per_device_train_batch_size=SIZE, learning_rate=RATE, warmup_steps=WARM_UP,
@@ -174,7 +166,9 @@ def trainer():
         seed=1, data_seed=1, enable_jit_checkpoint=not GUARDED, use_cpu=True, report_to=[], disable_tqdm=True,
         remove_unused_columns=False,
     )  # fmt: skip
-    made = Own(Net(), arguments, train_dataset=Samples(), eval_dataset=Samples(3 * SIZE, noise=0.0))
+    made = Trainer(Net(), arguments, train_dataset=Samples(), eval_dataset=HELD_OUT.dataset)
+    if GUARDED:
+        made.get_train_dataloader = loader
     made.train(resume_from_checkpoint=GUARDED or get_last_checkpoint("output"))
 
 
@@ -202,7 +196,7 @@ def lightning():
         settings["strategy"] = HoldfastStrategy()
     saves = ModelCheckpoint("saved", every_n_train_steps=EVERY, save_last=True, save_on_exception=not GUARDED)
     made = pl.Trainer(max_epochs=EPOCHS, callbacks=[saves], **settings)
-    made.fit(Module(), loader(), held_out(), ckpt_path="last")
+    made.fit(Module(), loader(), HELD_OUT, ckpt_path="last")
 
 
 def accelerate():
@@ -218,15 +212,13 @@ def accelerate():
     if GUARDED:
         from holdfast.integrations.accelerate import accelerate_guard
 
-        make = partial(accelerate_guard, accelerator)
-        train_guarded(make, model, optimizer, scheduler, device=accelerator.device)
-        return
+        return train_guarded(partial(accelerate_guard, accelerator), model, optimizer, scheduler, device="cpu")
     data = accelerator.prepare(DataLoader(StatefulSamples(), **LOADING))
     if saves := [int(path.name.split("_")[1]) for path in Path("output/checkpoints").glob("*")]:
         accelerator.load_state()
         saving.iteration = 1 + max(saves)
         step = EVERY * saving.iteration
-    for epoch in range(step // BATCHES, EPOCHS):
+    for epoch in range(max(0, step - 1) // BATCHES, EPOCHS):  # the loader knows where in it
         data.set_epoch(epoch)
         for batch in data:
             optimizer.zero_grad()
@@ -258,7 +250,7 @@ def composer():
     model = Classifier()
     Trainer(
         model=model, train_dataloader=loader() if GUARDED else DataLoader(Samples(), **LOADING), seed=1, device="cpu",
-        eval_dataloader=held_out(), optimizers=optimizers(model)[0], max_duration=f"{EPOCHS}ep", progress_bar=False,
+        eval_dataloader=HELD_OUT, optimizers=optimizers(model)[0], max_duration=f"{EPOCHS}ep", progress_bar=False,
         schedulers=LinearWithWarmupScheduler(f"{WARM_UP}ba"), callbacks=[NaNMonitor()], save_folder="saved",
         save_interval=f"{EVERY}ba", save_num_checkpoints_to_keep=2, autoresume=True, run_name="run",
     ).fit()  # fmt: skip
@@ -293,14 +285,9 @@ def speechbrain():
     seed_everything(1)
     net, counter, noam = Net(), EpochCounter(EPOCHS), NoamScheduler(RATE, WARM_UP)
     keeper = Checkpointer("saved", {"net": net, "counter": counter, "noam": noam})
-    options = {
-        "device": "cpu",
-        "noprogressbar": True,
-        "ckpt_interval_steps": EVERY,
-        "skip_nonfinite_grads": not GUARDED,
-    }
+    options = {"noprogressbar": True, "ckpt_interval_steps": EVERY, "skip_nonfinite_grads": not GUARDED}
     made = Classifier({"net": net}, lambda weights: torch.optim.AdamW(weights, lr=RATE), {}, options, keeper)
-    made.fit(counter, loader() if GUARDED else Samples(), held_out(), train_loader_kwargs=LOADING)
+    made.fit(counter, loader() if GUARDED else Samples(), HELD_OUT, train_loader_kwargs=LOADING)
 
 
 globals()[FRAMEWORK]()
