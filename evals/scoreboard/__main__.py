@@ -45,6 +45,7 @@ def tried(function, distribution, loaded, way, seed, kinds):
     with tempfile.TemporaryDirectory() as folder:
         report = Campaign(command, origin=Path(folder), only=kinds, seed=seed, restarts=2, budget_seconds=1e6).run()
     assert report.unsteady is None, f"two undisturbed runs differ: {report.unsteady}"
+    assert report.steps == 30, f"the observer has seen {report.steps} steps of 30"
     same = ("kind", "fault", "result", "tried", "lost", "passed", "attempts")
     rows = [
         {name: getattr(row, name) for name in same}

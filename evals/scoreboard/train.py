@@ -152,7 +152,6 @@ def plain():
 
 
 def trainer():
-    """Hugging Face's Trainer."""
     from transformers import Trainer, TrainingArguments, set_seed
     from transformers.trainer_utils import get_last_checkpoint
 
@@ -173,7 +172,6 @@ def trainer():
 
 
 def lightning():
-    """Lightning."""
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -200,7 +198,6 @@ def lightning():
 
 
 def accelerate():
-    """Accelerate."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
@@ -257,7 +254,6 @@ def composer():
 
 
 def speechbrain():
-    """SpeechBrain."""
     import speechbrain as sb
     from speechbrain.nnet.schedulers import NoamScheduler
     from speechbrain.utils.checkpoints import Checkpointer
