@@ -5,12 +5,13 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 FOR_DEMO := .venv/installed-for-demo
 SPEECHBRAIN := .venv/speechbrain
+SCOREBOARD := .venv/scoreboard
 EXTRAS := demo,dev,docs,integrations,metrics,report,stacks
 PIP := python -m pip install --quiet --disable-pip-version-check
 TORCH ?= 2.11.0
 OTHER := .venv/torch-$(TORCH)
 
-.PHONY: demo test check docs fast gpu gpu-figures speechbrain other-torch benchmarks clean
+.PHONY: demo test check docs fast gpu gpu-figures speechbrain scoreboard other-torch benchmarks clean
 
 # All that is installed serves the demo too; it needs less than a tenth of it beside torch.
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(FOR_DEMO))  ## train the main job through real faults, and check every promise
@@ -58,6 +59,22 @@ other-torch:  ## all tests with another torch, beside the others; gigabytes: mak
 
 benchmarks: $(INSTALLED)  ## measure every figure in the README again; takes some hours
 	$(BIN)/python -m benchmarks.run_all
+
+scoreboard: $(SCOREBOARD)/installed  ## put every framework to `holdfast chaos`, alone and with holdfast; takes about half an hour
+	PYTHONPATH=$(CURDIR)/$(SCOREBOARD) $(BIN)/python -m evals.scoreboard
+
+# As for SpeechBrain: torchvision, which Composer imports, does without its compiled part too.
+$(SCOREBOARD)/installed: $(INSTALLED)
+	rm -rf $(SCOREBOARD)
+	$(BIN)/$(PIP) -c constraints.txt --no-deps --target $(SCOREBOARD) \
+		speechbrain torchaudio hyperpyyaml ruamel.yaml sentencepiece torchdata==0.11.0 mosaicml==0.32.1 mosaicml-cli==0.8.3 \
+		torchvision==0.28.0 torch_optimizer==0.3.0 pytorch_ranger==0.1.1 coolname==5.0.0 argcomplete==3.7.2 arrow==1.4.0 \
+		backoff==2.2.1 gql==4.4.0 graphql-core==3.3.2 tenacity==9.2.1 anyio==4.16.0 importlib_metadata==8.9.0 zipp==4.1.2 \
+		py-cpuinfo==9.0.0 questionary==2.1.1 prompt_toolkit==3.0.53 tabulate==0.10.0 termcolor==3.3.0 validators==0.36.0 \
+		websockets==17.4
+	rm $(SCOREBOARD)/torchaudio/lib/*.so $(SCOREBOARD)/torchvision/*.so
+	: > $(SCOREBOARD)/torchvision/_meta_registrations.py
+	@touch $@
 
 # The environment is made anew when what goes into it has changed.
 $(FOR_DEMO): pyproject.toml constraints.txt

@@ -71,6 +71,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "recorder": ("recorder",),
     "run_overhead": ("supervise/observe", "recorder"),
     "save_kills": ("checkpoint",),
+    "scoreboard": ("chaos", "integrations", "guard", "loader", "checkpoint"),
     "sigkill": ("guard", "checkpoint", "loader"),
     "spikes": ("numerics/spikes.py",),
     "step_overhead": (*_STEP, "learning", "checkpoint"),

@@ -9,6 +9,7 @@ A page of docs/ may hold a directive, an HTML comment on a line of its own that 
     <!-- commands -->   every command with its arguments and options
     <!-- modules -->    every module with the first sentence of its docstring
     <!-- faults -->     what faults do to a training in each framework
+    <!-- scoreboard --> the same campaign of `holdfast chaos` over each framework
     <!-- figures: NAME  these figures of benchmarks/results/NAME.json, a line each; * is any text;
     ...                 without a line: those with something to reach, and what was measured beside them
     -->
@@ -28,6 +29,7 @@ import logging
 import posixpath
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ STAND_INS = {
     **{f"recipes/{name}": f"recipes/{name}.md" for name in RECIPES},
 }
 _DIRECTIVE = re.compile(
-    r"^<!-- (rules|policy|presets|events|commands|modules|faults|figures: (?P<given>.*?))\s-->$",
+    r"^<!-- (rules|policy|presets|events|commands|modules|faults|scoreboard|figures: (?P<given>.*?))\s-->$",
     re.MULTILINE | re.DOTALL,
 )
 _LINK = re.compile(r"(?P<bang>!?)\[(?P<words>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
@@ -116,6 +118,7 @@ def expanded(markdown: str) -> str:
         "commands": commands,
         "modules": modules,
         "faults": faults_table,
+        "scoreboard": scoreboard_table,
     }
 
     def one(match: re.Match[str]) -> str:
@@ -261,6 +264,35 @@ def faults_table() -> str:
     from benchmarks.tables import faults_table
 
     return faults_table(RESULTS)
+
+
+def scoreboard_table() -> str:
+    """Return the table of what came of each kind of fault in each framework, alone and with holdfast."""
+    result = json.loads((RESULTS / "scoreboard.json").read_text(encoding="utf-8"))
+    words = {"does not survive": "**dies**", "hangs": "**hangs**", "ends in NaN": "**NaN**", "work is lost": "*lost*"}
+    words |= {"another training": "*another*", "survives": "exact"}  # after a NaN that was left out
+    kinds = result["parameters"]["kinds"]
+    lines = [f"| | {' | '.join(kinds)} | same | again | seconds |", "|---" * (len(kinds) + 4) + "|"]
+    for title, rows in sorted(result["samples"].items()):
+        met = [row for row in rows if row["tried"]]
+        unseen = title.startswith("Composer") or (title.startswith("Lightning") and title.endswith("alone"))
+        judged = words | dict.fromkeys(("another training", "work is lost", "exact"), "goes on²") if unseen else words
+        cells = []
+        for kind in kinds:
+            shown = [
+                "exact¹" if "the last save into" in row["detail"] else judged.get(row["result"], row["result"])
+                for row in met
+                if row["kind"] == kind and ".ring was damaged" not in row["detail"]
+            ]
+            found = Counter(shown)
+            cells.append(", ".join(f"{count} {word}" if len(found) > 1 else word for word, count in found.items()))
+        same, again = sum(row["passed"] for row in met), sum(row["steps_again"] for row in met)
+        lost = sum(row["seconds_lost"] for row in met)
+        lines.append(
+            f"| {title} | {' | '.join(cells)} | {'²' if unseen else f'{same} of {len(met)}'} | {again} | {lost:.0f} |"
+        )
+    where = f"`scoreboard`, {result['date'][:10]}, commit {result['commit']['commit'][:9]}"
+    return "\n\n".join(["\n".join(lines), where, *result["notes"]])
 
 
 # --- text -------------------------------------------------------------------------------------------------------
