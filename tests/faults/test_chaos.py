@@ -384,6 +384,31 @@ def test_a_training_that_goes_on_while_it_saves_is_seen_all_the_same(origin):
     assert (report.unsteady, report.steps, {row.result for row in report.rows}) == (None, 12, {"exact"})
 
 
+_GUARDED = """
+import time, torch, holdfast
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters())
+policy = holdfast.Policy(save_interval_steps=3, diagnose=False)
+loader = holdfast.DataLoader(torch.arange(24.0), batch_size=2, shuffle=True, seed=1)
+guard = holdfast.Guard("run", model=model, optimizer=optimizer, loader=loader, policy=policy)
+for batch in guard.batches(max_epochs=1):
+    guard.step(batch, lambda part: model(part[:, None].expand(-1, 64)).square().mean())
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_a_guard_is_hit_where_it_saves(origin, monkeypatch):
+    """Half-way through its file, with a full disk, and in a checkpoint instead of what it records: it is exact."""
+    monkeypatch.setattr(trials, "subprocess", subprocess)  # holdfast is imported where it is observed
+    (origin / "train.py").write_text(_GUARDED)
+    report = tried([sys.executable, "train.py"], origin, "save", "disk", "damage")
+    assert {(row.kind, row.result) for row in report.rows} == {(kind, "exact") for kind in ("save", "disk", "damage")}
+    assert all(".safetensors was damaged" in row.detail for row in report.rows if row.kind == "damage")
+    assert [row.attempts for row in report.rows if row.fault.startswith("killed half-way")] == [2]
+
+
 _CAREFUL = "print('x' * 9999)\n    try:\n        torch.save"
 _AGAIN = "for _ in range(2):\n        try:\n            model(torch.ones(3) * step).sum().backward()\n            "
 _AGAIN += "break\n        except RuntimeError: pass"

@@ -182,16 +182,18 @@ def _is_over(attempt: Attempt, steps: int) -> bool:
 
 def carry_out(
     bench: Bench, plan: dict[str, Any] | None = None, *, restarts: int = 0, steps: int = 0,
-    between: Callable[[Workplace], str | None] | None = None,
+    between: Callable[[Workplace, Sequence[Path]], str | None] | None = None,
 ) -> Trial:  # fmt: skip
     """Carry out one trial from the beginning, with at most so many restarts.
 
-    `steps` are those of the undisturbed run; `between` damages a file after the first attempt and returns its name.
+    `steps` are those of the undisturbed run; `between` is given where saves were seen after the first attempt;
+    it damages a file and returns its name.
     """
     bench.place.renew()
     attempts, damaged = [bench.attempt(plan)], None
     if between is not None and attempts[0].lines("fault"):
-        damaged = between(bench.place)
+        saved = [Path(line["path"]) for line in attempts[0].lines("save") if line["path"]]
+        damaged = between(bench.place, saved)
     while len(attempts) <= restarts and not _is_over(attempts[-1], steps):
         attempts.append(bench.attempt(None))
         if attempts[-1].status and attempts[-1].output == attempts[-2].output:

@@ -30,7 +30,8 @@ _MOST_TIMES = 8.0  # the undisturbed run, for one attempt
 _RANDOM_KILLS = 3
 _NO_SAVE = "no checkpoint was seen to be written (torch.save, safetensors, torch.distributed.checkpoint): after each "
 _NO_SAVE += "fault it begins anew, and faults of saves and checkpoints were not tried"
-_TEXTS = (".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".yaml", ".yml")  # no checkpoint of torch ends so
+# No checkpoint ends so; rings are what a guard records.
+_TEXTS = (".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".yaml", ".yml", ".ring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Fault:
     kind: str
     words: str
     plan: dict[str, Any]
-    between: Callable[[Workplace], str | None] | None = None
+    between: Callable[[Workplace, Sequence[Path]], str | None] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -327,8 +328,13 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
     raise PolicyError(f"the command {why[0]}", limit=limit, fix=why[1], rule="H729")
 
 
-def _damage(place: Workplace, *, act: Callable[[Path, random.Random], None], chance: random.Random) -> str | None:
-    """Damage the newest file that is at least half as large as the largest of those that the training has written."""
+def _damage(
+    place: Workplace, saved: Sequence[Path], *, act: Callable[[Path, random.Random], None], chance: random.Random
+) -> str | None:
+    """Damage the newest file that is at least half as large as the largest of those that the training has written.
+
+    Of them only what was saved counts, where that still has the name under which it was written.
+    """
     new = {}
     for path, (size, changed) in place.files().items():
         origin = place.first / path.relative_to(place.work) if path.is_relative_to(place.work) else None
@@ -336,6 +342,7 @@ def _damage(place: Workplace, *, act: Callable[[Path, random.Random], None], cha
             new[path] = size, changed
     if not new:
         return None
+    new = {path: about for path, about in new.items() if not {path, *path.parents}.isdisjoint(saved)} or new
     new = {path: about for path, about in new.items() if path.suffix not in _TEXTS} or new
     largest = max(size for size, _ in new.values())
     path = max((path for path in new if 2 * new[path][0] >= largest), key=lambda path: new[path][1])
