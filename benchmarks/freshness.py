@@ -53,6 +53,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "forecast_live": ("forecast",),
     "forecast_peers": ("forecast",),
     "full_disk": ("checkpoint", "guard/saving"),
+    "fuzz": ("core/files.py", "core/policy", "checkpoint", "recorder", "explain"),
     "gpu_device_prefetch": ("loader/device_prefetch.py",),
     "gpu_forecast": ("forecast",),
     "gpu_oom_recovery": _STEP,

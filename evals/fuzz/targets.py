@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import math
 import os
 import shutil
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +59,7 @@ YAML = ("max_grad_norm", ": ", "1.0", "\n", "- ", "[", "]", "{", "}", "&a ", "*a
         "frozen", "~",
         "preset", "0x", "1_0", "1:2:3", "2001-99-99", ",", "  ", *TEXTS)  # fmt: skip
 NAMES = ("lock", "checkpoints", "recorder", "images", "best", "hosts", "supervisor", ".tmp-x", "-rf", "a\nb", "~")
+MODULES = "modules"  # file with the names of all that were imported
 Work = Callable[[], str]
 
 
@@ -89,7 +92,19 @@ def make_base(base: Path) -> str:
     (data / "metadata.csv").write_text("a|Hello there|hello there\n")
     (data / "list.csv").write_text("ID,duration,wav,wrd\na,0.2,wavs/a.wav,HELLO\n")
     (data / "pairs.jsonl").write_text('{"document": "a b c", "summary": "a"}\n' * 5)
+    shutil.copytree(run, base / "tried")
+    for line in COMMANDS:
+        command(base / "tried", line)
+    train(base / "tried", 8)
+    (base / MODULES).write_text("\n".join(sorted(sys.modules)))
     return "made"
+
+
+def import_modules(base: Path) -> None:
+    """Import what readers need, once: an input then costs little but its reading."""
+    for name in (base / MODULES).read_text().split("\n"):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def other_bytes(chance: Random, data: bytes) -> bytes:
