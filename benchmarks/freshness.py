@@ -78,6 +78,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "run_overhead": ("supervise/observe", "recorder"),
     "save_kills": ("checkpoint",),
     "sigkill": ("guard", "checkpoint", "loader"),
+    "soak": ("guard", "checkpoint", "loader", "supervise", "recorder"),
     "spikes": ("numerics/spikes.py",),
     "step_overhead": (*_STEP, "learning", "checkpoint"),
     "supervised_kills": _WATCHED,

@@ -1,18 +1,14 @@
-"""Hours of training under `holdfast run` with random faults: is it still the same training, and does anything grow?
+"""Hours of training under `holdfast run` with random faults: is it the same training still, does anything grow?
 
-How: a piece is campaigns one after the other, each a training of its own (see ``training``) on a disk of 128 MiB, with
-random faults every 15 to 45 s. A *recoverable* campaign is of half of the piece and has faults that the training must
-live through: an allocation refused by a real limit, a worker killed or stopped, a full disk for a while. A *hard* one
-is of 10 minutes and has SIGKILL of the training, and SIGTERM of the whole and a new start, too. All have one NaN batch
-in 240. Each ends whole, and its weights, moments and schedule are compared bit for bit with a bare loop of as many
-steps. Every 5 s memory, descriptors and threads of trainer and supervisor are looked at, and the run directory.
+How: a piece is campaigns one after the other, each a training of its own (see ``training``) on a disk of 128 MiB,
+with random faults every 15 to 45 s. The first takes half of the piece and has what a training must live through: an
+allocation refused by a real limit, a worker killed or stopped, a full disk for a while. The others are of 10 minutes,
+with SIGKILL of the training, and SIGTERM of all and a new start, too. One batch in 240 is NaN. Each ends whole, and
+its state is compared bit for bit with a bare loop of as many steps. Every 5 s trainer, supervisor and run directory
+are looked at. ``--minutes N [--seed S] [--state DIR] [--out FILE]`` adds a piece to the result file.
 
-    python -m evals.soak --minutes 60 [--seed 1] [--state DIR] [--out FILE]
-
-The result file is written after each campaign and adds up over pieces; a run that is asked to end closes its campaign.
-
-To reach: 12 hours; nothing other than the bare loop; and, of each process that lived 20 minutes or longer, the upper
-end of the slope's 95 % interval: 8 MiB of memory and 1 descriptor an hour.
+To reach: 12 hours, nothing other than the bare loop, and of each process that lived for 20 minutes, after 4 of them,
+the upper end of the 95 % interval of the Theil-Sen slope: 8 MiB of memory, 1 descriptor and 1 thread an hour.
 """
 
 from __future__ import annotations
@@ -34,43 +30,52 @@ from typing import Any
 
 import numpy as np
 from benchmarks.results_file import Result
+from numpy.typing import NDArray
 from recipes.demo.small_disk import command_with_small_disk
 
 from evals.pieces import asked_to_end, begin_piece, write_piece
-from evals.soak.slopes import slope_per_hour
 from holdfast.testing import fill_disk
 
-OUT = Path("benchmarks/results/soak.json")
-RECOVERABLE = ("allocation refused", "worker killed", "worker stopped", "disk full")
-HARD = (*RECOVERABLE, "training killed", "training killed", "ended and started again")
+SOFT = ("allocation refused", "worker killed", "worker stopped", "disk full")
+HARD = (*SOFT, "training killed", "training killed", "ended and started again")
 _CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run", "--quiet", "--restart-delay", "1",
         "--max-restarts", "1000000", "--max-preemptions", "1000000", "--max-log-bytes", str(1 << 20)]  # fmt: skip
-_PATIENCE_SECONDS, _HARD_MINUTES, _LONG_MINUTES, _WARM_MINUTES = 400.0, 10.0, 20.0, 4.0
-_MIB_AN_HOUR, _COUNT_AN_HOUR, _MOST_MIB = 8.0, 1.0, 64.0
-WHAT = ("memory", "private memory", "descriptors", "threads")
+_PATIENCE_SECONDS, _BLOCK_SECONDS, _HARD_MINUTES, _LONG_MINUTES, _WARM_MINUTES = 400.0, 60.0, 10.0, 20.0, 4.0
+MOST = {
+    "memory": ("MiB/h", 8.0),
+    "private memory": ("MiB/h", 8.0),
+    "descriptors": ("1/h", 1.0),
+    "threads": ("1/h", 1.0),
+}
+
+
+def slope_per_hour(seconds: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return the Theil-Sen slope, and the ends of its 95 % interval, of medians of blocks of time."""
+    block = ((seconds - seconds[0]) // _BLOCK_SECONDS).astype(int)
+    times, heights = (np.array([np.median(each[block == b]) for b in np.unique(block)]) for each in (seconds, values))
+    first, second = np.triu_indices(n := len(times), 1)
+    slopes = np.sort((heights[second] - heights[first]) / (times[second] - times[first])) * 3600
+    half = 1.96 * np.sqrt(n * (n - 1) * (2 * n + 5) / 18) / 2  # Sen 1968: from the variance of Kendall's S
+    middle = (len(slopes) - 1) / 2
+    low, high = max(int(middle - half), 0), min(int(np.ceil(middle + half)), len(slopes) - 1)
+    return float(np.median(slopes)), float(slopes[low]), float(slopes[high])
 
 
 class Campaign:
-    """One training from its start to its end, with faults.
-
-    Args:
-        side: Folder for what the training tells.
-        disk: The small disk.
-        seed: Of the data and of the faults.
-    """
+    """One training from its start to its end: `side` is for what it tells, `disk` is the small one."""
 
     def __init__(self, side: Path, disk: Path, seed: int) -> None:
-        self.side, self.disk, self.run, self.seed = side, disk, disk / "run", seed
-        self._train = [sys.executable, "-m", "evals.soak.training", str(side), str(self.run), str(seed)]
-        self._looked = 0.0
-        self.lives: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)  # of `WHAT`, after s
-        self.sizes: list[tuple[float, int, int]] = []  # s, bytes, files
+        self.side, self.disk, self.run = side, disk, disk / "run"
+        self.train = [sys.executable, "-m", "evals.soak.training", str(side), str(self.run), str(seed)]
+        self.looked = 0.0
+        self.lives: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)  # s, and `MOST`
+        self.sizes: list[tuple[int, int]] = []  # bytes, files
         self.start()
 
     def start(self) -> None:
         """Start the supervisor, which starts the training."""
-        self.supervisor = subprocess.Popen([*_CLI, "--run-dir", str(self.run), "--", *self._train],
-                                           stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # fmt: skip
+        command = [*_CLI, "--run-dir", str(self.run), "--", *self.train]
+        self.supervisor = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def status(self) -> tuple[int, int]:
         """Return step and process of the training, 0 and 0 before its first step."""
@@ -79,38 +84,33 @@ class Campaign:
             return int(step), int(process)
         return 0, 0
 
-    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
+    def wait(self, done: Callable[[], bool], seconds: float = _PATIENCE_SECONDS) -> bool:
         """Wait and look meanwhile; return whether it is done in time."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not done():
+        while not done() and time.monotonic() < until:
             time.sleep(0.2)
-            if time.monotonic() - self._looked > 5:
-                self._looked = time.monotonic()
-                self._look()
+            if time.monotonic() - self.looked > 5:
+                self.looked = time.monotonic()
+                self.look()
         return done()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Take a sample of both processes and of the run directory."""
         for role, process in (("supervisor", self.supervisor.pid), ("trainer", self.status()[1])):
             with suppress(OSError, LookupError, ValueError):
                 place = Path("/proc", str(process))
-                status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
-                kib = [float(status[name].split()[0]) for name in ("VmRSS", "RssAnon")]
-                row = [self._looked, *(each / 1024 for each in kib), len(os.listdir(place / "fd")),
-                       float(status["Threads"])]  # fmt: skip
-                self.lives[role, process].append(row)
-        held = 0
-        files = list(self.run.rglob("*"))
-        for each in files:
+                lines = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+                mib = [float(lines[name].split()[0]) / 1024 for name in ("VmRSS", "RssAnon")]
+                files = len(list((place / "fd").iterdir()))
+                self.lives[role, process].append([self.looked, *mib, files, float(lines["Threads"])])
+        held: list[int] = []
+        for each in self.run.rglob("*"):
             with suppress(OSError):
-                held += each.lstat().st_blocks * 512
-        self.sizes.append((self._looked, held, len(files)))
-
-    def goes_on(self, after: int) -> bool:
-        """Wait until the training has made 30 steps after this one."""
-        return self.wait(lambda: self.status()[0] >= after + 30, _PATIENCE_SECONDS)
+                held.append(each.lstat().st_blocks * 512)
+        self.sizes.append((sum(held), len(held)))
 
     def hurt(self, what: str, chance: Random) -> bool:
-        """Let something happen, and return whether training goes on."""
+        """Let something happen, and return whether training goes on: 30 steps further."""
         step, process = self.status()
         if what == "allocation refused":
             (self.side / "refuse").touch()
@@ -121,46 +121,44 @@ class Campaign:
             step = self.status()[0]
         elif what == "ended and started again":
             self.supervisor.terminate()
-            if not self.wait(lambda: self.supervisor.poll() is not None, _PATIENCE_SECONDS):
+            if not self.wait(lambda: self.supervisor.poll() is not None):
                 return False
             self.start()
-        else:
-            worker = self.side / f"worker{chance.randrange(2)}"
-            number = signal.SIGSTOP if what == "worker stopped" else signal.SIGKILL
+        elif what:
+            if what != "training killed":  # else one of its workers, which are its only children
+                children = Path(f"/proc/{process}/task/{process}/children")
+                self.wait(lambda: bool(children.read_text()))
+                process = int(chance.choice(children.read_text().split()))
             with suppress(ProcessLookupError):
-                os.kill(process if what == "training killed" else int(worker.read_text()), number)
-        return self.goes_on(step)
+                os.kill(process, signal.SIGSTOP if what == "worker stopped" else signal.SIGKILL)
+        return self.wait(lambda: self.status()[0] >= step + 30)
 
     def end(self) -> dict[str, Any]:
         """Have the training end whole, and return what came of it."""
         (self.side / "stop").touch()
-        self.wait(lambda: self.supervisor.poll() is not None, _PATIENCE_SECONDS)
+        self.wait(lambda: self.supervisor.poll() is not None)
         final = self.side / "final.json"
-        found = json.loads(final.read_text()) if final.exists() else {"step": self.status()[0], "digest": None}
+        found = {"steps": self.status()[0], "digest": None, "events": {}}
+        found |= json.loads(final.read_text()) if final.exists() else {}
         self.supervisor.terminate()
         self.supervisor.wait()
-        command = [*self._train, "--steps", str(found["step"])]
-        bare = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        return {
-            "steps": found["step"], "ended": found["digest"] is not None, "exact": found["digest"] == bare,
-            "events": found.get("events", {}), "most_mib": round(max(each[1] for each in self.sizes) / 2**20, 2),
-            "most_files": max(each[2] for each in self.sizes), "lives": self.slopes(),
-        }  # fmt: skip
+        bare = subprocess.run([*self.train, str(found["steps"])], capture_output=True, text=True, check=True)
+        most = {"most_mib": round(max(self.sizes)[0] / 2**20, 2), "most_files": max(each[1] for each in self.sizes)}
+        exact = found["digest"] == bare.stdout.strip()
+        return found | most | {"ended": final.exists(), "exact": exact, "lives": self.slopes()}
 
     def slopes(self) -> list[dict[str, Any]]:
-        """Return of each process that lived long: minutes, and of each quantity its least, most, slope and interval."""
+        """Return of each process that lived long: least, most, slope and its interval of each of `MOST`."""
         found = []
         for (role, _), rows in self.lives.items():
             table = np.array(rows)
-            minutes = (table[-1, 0] - table[0, 0]) / 60
-            if minutes >= _LONG_MINUTES:
-                table = table[table[:, 0] > table[0, 0] + 60 * _WARM_MINUTES]
-                grown = {
-                    what: [round(float(x), 3) for x in (*np.percentile(table[:, column], (0, 100)),
-                                                        *slope_per_hour(table[:, 0], table[:, column]))]
-                    for column, what in enumerate(WHAT, 1)
-                }  # fmt: skip
-                found.append({"role": role, "minutes": round(minutes, 1), **grown})
+            table[:, 0] -= table[0, 0]
+            life: dict[str, Any] = {"role": role, "minutes": round(table[-1, 0] / 60, 1)}
+            table = table[table[:, 0] > 60 * _WARM_MINUTES]
+            for what, values in zip(MOST, table.T[1:], strict=True) if life["minutes"] >= _LONG_MINUTES else ():
+                grown = (min(values), max(values), *slope_per_hour(table[:, 0], values))
+                life[what] = [round(float(each), 3) for each in grown]
+                found += [life] if what == "memory" else []
         return found
 
 
@@ -168,82 +166,68 @@ def campaign(
     side: Path, disk: Path, seed: int, kinds: tuple[str, ...], minutes: float, ends: Callable[[], bool]
 ) -> Any:
     """Train for some minutes with such faults, and return what came of it."""
-    began, chance = time.monotonic(), Random(seed)
-    faults: collections.Counter[str] = collections.Counter()
-    stuck: list[str] = []
+    began, chance, faults, what = time.monotonic(), Random(seed), [], ""
     side.mkdir()
     training = Campaign(side, disk, seed)
-    goes_on = training.goes_on(0)
-    while goes_on and not ends() and time.monotonic() - began < 60 * minutes:
+    while (goes_on := training.hurt(what, chance)) and not ends() and time.monotonic() - began < 60 * minutes:
         training.wait(ends, chance.uniform(15, 45))
-        what = chance.choice(kinds)
-        faults[what] += 1
-        goes_on = training.hurt(what, chance)
-        if not goes_on:
-            stuck.append(f"{what} at step {training.status()[0]}")
-    found = {"kind": "hard" if kinds == HARD else "recoverable", "seed": seed, **training.end()}
-    return found | {"minutes": round((time.monotonic() - began) / 60, 1), "faults": dict(faults), "stuck": stuck}
+        faults.append(what := chance.choice(kinds))
+    stuck = [] if goes_on else [f"{what or 'start'}, at step {training.status()[0]}"]
+    found = {"seed": seed, **training.end(), "faults": dict(collections.Counter(faults)), "stuck": stuck}
+    return found | {
+        "kinds": "hard" if kinds == HARD else "soft",
+        "minutes": round((time.monotonic() - began) / 60, 1),
+    }
 
 
 def count_pieces(result: Result, pieces: list[dict[str, Any]]) -> None:
     """Add the figures of all pieces."""
     done = [each for piece in pieces for each in piece["campaigns"]]
-    faults = sum((collections.Counter(each["faults"]) for each in done), collections.Counter())
-    faults["NaN batch"] = sum(each["events"].get("skip_step", 0) for each in done)
+    faults = collections.Counter({"NaN batch": sum(each["events"].get("skip_step", 0) for each in done)})
+    for each in done:
+        faults.update(each["faults"])
     hours = round(sum(each["minutes"] for each in done) / 60, 2)
     result.add_samples("hours of training with faults, all pieces", "hours", [hours], at_least=12)
-    stuck = sum(len(each["stuck"]) + (not each["ended"]) for each in done)
-    result.add_count("faults after which training did not go on", stuck, faults.total(), expected=0)
-    result.add_count("trainings whose state is not that of the bare loop", sum(not each["exact"] for each in done),
-                     len(done), expected=0)  # fmt: skip
+    stuck = sum(bool(each["stuck"]) or not each["ended"] for each in done)
+    result.add_count("trainings that did not go on after a fault", stuck, len(done), expected=0)
+    other = sum(not each["exact"] for each in done)
+    result.add_count("trainings whose state is not that of the bare loop", other, len(done), expected=0)
     for what, count in sorted(faults.items()):
         result.add_count(f"faults: {what}", count, faults.total())
-    lives = [life for each in done for life in each["lives"]]
     for role in ("trainer", "supervisor"):
-        ours = [each for each in lives if each["role"] == role]
-        for what in WHAT if ours else ():
-            unit, most = ("MiB/h", _MIB_AN_HOUR) if "memory" in what else ("1/h", _COUNT_AN_HOUR)
-            result.add_samples(f"{role}: largest upper end of the slope of {what}, of {len(ours)} that lived long",
-                               unit, [max(each[what][4] for each in ours)], at_most=most)  # fmt: skip
-    largest = max((each["most_mib"] for each in done), default=0.0)
-    result.add_samples("largest run directory", "MiB", [largest], at_most=_MOST_MIB)
-    result.add_samples("files in it, at most", "files", [max((each["most_files"] for each in done), default=0)])
+        lives = [life for each in done for life in each["lives"] if life["role"] == role]
+        for what, unit in MOST.items() if lives else ():
+            title = f"{role}: upper end of the slope of {what}, the largest of {len(lives)} that lived long"
+            result.add_samples(
+                title, unit, [max(life[what][4] for life in lives)], at_most=8 if unit == "MiB/h" else 1
+            )
+    result.add_samples("largest run directory", "MiB", [max(each["most_mib"] for each in done)], at_most=64)
+    result.add_samples("files in it, at most", "files", [max(each["most_files"] for each in done)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--state", type=Path, help="where the trainings lie meanwhile; kept")
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--disk", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--state", type=Path, help="new folder where the trainings lie meanwhile; kept")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak.json"))
     given = parser.parse_args()
     place = given.state or Path(tempfile.mkdtemp(prefix="holdfast-soak-"))
-    if given.disk is None:
-        (place / "disk").mkdir(parents=True, exist_ok=True)
-        again = [
-            sys.executable,
-            "-m",
-            "evals.soak",
-            *sys.argv[1:],
-            "--state",
-            str(place),
-            "--disk",
-            str(place / "disk"),
-        ]
-        command = command_with_small_disk(place / "disk", again, "128m")
+    disk = place / "disk"
+    if not disk.is_mount():
+        disk.mkdir(parents=True, exist_ok=True)
+        again = [sys.executable, "-m", "evals.soak", *sys.argv[1:], "--state", str(place)]
+        command = command_with_small_disk(disk, again, "128m")
         if command is None:
             raise SystemExit("no tmpfs may be mounted here: a full disk cannot be made")
         os.execvp(command[0], command)
-    ends, began = asked_to_end(), time.monotonic()
-    piece = begin_piece(seed=given.seed, campaigns=[])
-    number, minutes, kinds = 1000 * given.seed, given.minutes / 2, RECOVERABLE
+    ends, began, piece = asked_to_end(), time.monotonic(), begin_piece(seed=given.seed, campaigns=[])
+    number, minutes, kinds = 1000 * given.seed, given.minutes / 2, SOFT
     while not ends() and (left := given.minutes - (time.monotonic() - began) / 60) > 2:
-        subprocess.run(["rm", "-rf", str(given.disk / "run"), str(given.disk / "filler")], check=True)
-        found = campaign(place / str(number), given.disk, number, kinds, min(minutes, left), ends)
-        piece["campaigns"].append(found)
+        piece["campaigns"].append(campaign(place / str(number), disk, number, kinds, min(minutes, left), ends))
         piece["seconds"] = round(time.monotonic() - began, 1)
         write_piece(given.out, piece, count_pieces)
+        subprocess.run(["rm", "-rf", str(disk / "run"), str(disk / "filler")], check=True)
         number, minutes, kinds = number + 1, _HARD_MINUTES, HARD
 
 
