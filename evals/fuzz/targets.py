@@ -130,6 +130,19 @@ def other_json(chance: Random, value: Any) -> Any:
     return [other_json(chance, each) for each in value] if isinstance(value, list) else value
 
 
+def other_place(chance: Random, value: Any) -> None:
+    """Change one place of a JSON value, however deep, so that what is read before it is as it was."""
+    while isinstance(value, (dict, list)) and value:
+        key = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if not (isinstance(value[key], (dict, list)) and value[key]) or chance.random() < 0.1:
+            if chance.random() < 0.2:
+                del value[key]
+            else:
+                value[key] = chance.choice(VALUES)
+            return
+        value = value[key]
+
+
 def hurt(chance: Random, path: Path) -> None:
     """Change a file, in its bytes or as JSON, or put something else in its place; a manifest is signed anew."""
     data, how = read_file(path), chance.random()
@@ -207,6 +220,21 @@ def checkpoint(folder: Path, chance: Random) -> Work:
     return lambda: command(folder / "run", line) if exporting else train(folder / "run", 8)
 
 
+def detail(folder: Path, chance: Random) -> Work:
+    """Go on from, or read, a run in which a few places of one file of JSON are others, under a right digest."""
+    run, training = folder / "run", chance.random() < 0.7
+    newest = max((run / "checkpoints").iterdir())
+    files = sorted(each for each in run.rglob("*.json") if each.stat().st_size and "checkpoints" not in each.parts)
+    path = chance.choice((newest / "state.json", newest / "state.json", newest / FILE_NAME) if training else files)
+    value = json.loads(read_file(path).partition(b"\n")[0] if path.name == FILE_NAME else read_file(path))
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        other_place(chance, value["training"] if "training" in value and chance.random() < 0.7 else value)
+    path.write_text(json.dumps(value))
+    forge(newest)
+    line = chance.choice((*COMMANDS, ""))
+    return lambda: command(run, line) if line and not training else train(run, 8)
+
+
 def tree(folder: Path, chance: Random) -> Work:
     """Read or continue a run whose files were changed, or replaced by links and pipes, also while it lives."""
     run = folder / "run"
@@ -270,7 +298,7 @@ def recipes(folder: Path, chance: Random) -> Work:
 
 
 TARGETS: dict[str, Callable[[Path, Random], Work]] = {
-    each.__name__: each for each in (log, checkpoint, tree, policy, recipes)
+    each.__name__: each for each in (log, checkpoint, detail, tree, policy, recipes)
 }
 CLEAR: dict[str, tuple[type[BaseException], ...]] = {
     **dict.fromkeys(TARGETS, (holdfast.HoldfastError,)),
@@ -280,6 +308,6 @@ CLEAR: dict[str, tuple[type[BaseException], ...]] = {
 
 def make_input(base: Path, folder: Path, target: str, chance: Random) -> Work:
     """Copy what a target needs into a folder, and change it."""
-    for name in {"checkpoint": ["run"], "tree": ["run"], "recipes": ["data"]}.get(target, []):
+    for name in {"checkpoint": ["run"], "detail": ["run"], "tree": ["run"], "recipes": ["data"]}.get(target, []):
         shutil.copytree(base / name, folder / name)
     return TARGETS[target](folder, chance)

@@ -240,15 +240,62 @@ def test_a_forged_state_is_damage(trained, tmp_path, value):
     assert found.data["checkpoint"] == newest.path.name
 
 
+def forge_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the state of a checkpoint that is no tensor, and sign it again."""
+    state = json.loads((folder / "state.json").read_bytes())
+    change(state)
+    data = json.dumps(state).encode()
+    (folder / "state.json").write_bytes(data)
+    about = {"begin": 0, "end": len(data), "sha256": hashlib.sha256(data).hexdigest(), "dtype": "", "shape": []}
+    forged(folder, lambda tree: tree["files"].update({"state.json": {"json": about}}))
+
+
+def forge_random_state(folder: Path) -> None:
+    """Write bytes that no generator of torch has."""
+    tree = json.loads((folder / FILE_NAME).read_bytes().partition(b"\n")[0])
+    name = next(name for name, extents in tree["files"].items() if "random_state.cpu" in extents)
+    at = tree["files"][name]["random_state.cpu"]
+    data = bytearray((folder / name).read_bytes())
+    data[at["begin"] : at["end"]] = b"\xff" * (at["end"] - at["begin"])
+    (folder / name).write_bytes(data)
+    digest = hashlib.sha256(data[at["begin"] : at["end"]]).hexdigest()
+    forged(folder, lambda tree: tree["files"][name]["random_state.cpu"].update(sha256=digest))
+
+
+OWN: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no batches": lambda own: own["position"].pop("batches"),
+    "a text in the position": lambda own: own["position"].update(batches="x"),
+    "a position before the start": lambda own: own["position"].update(epoch=-1),
+    "a random state of an epoch": lambda own: own["position"].update(epoch_start={"python": [3, [1], None]}),
+    "a text in the counters": lambda own: own["counters"].update(steps="x"),
+    "a number beyond 64 bits": lambda own: own["counters"].update(steps=10**400),
+    "a text in the statistics": lambda own: next(iter(own["spikes"]["tracks"].values())).update(age="x"),
+    "a text in the ladder": lambda own: own["ladder"]["plan"].update(micro_batch_size="x"),
+    "a list in the costs": lambda own: own.update(save_costs=[[[], 1]]),
+    "no loss scale": lambda own: own.pop("loss_scale"),
+}
+
+
+@pytest.mark.parametrize("name", [*OWN, "a random state"])
+def test_a_forged_state_of_the_guard_is_damage(trained, tmp_path, name):
+    """What no guard writes is found before anything is loaded from it, and the run goes on from the one before."""
+    trained(tmp_path)
+    newest = Store(tmp_path / "checkpoints").entries()[0]
+    if name in OWN:
+        forge_state(newest.path, lambda state: OWN[name](state["training"]))
+    else:
+        forge_random_state(newest.path)
+    guard, _ = train(tmp_path, 8)
+    assert guard.resumed_from is not None
+    assert guard.resumed_from.name.endswith("step00000004")
+
+
 @pytest.mark.parametrize("part", ["optimizer", "training"])
 def test_a_forged_part_is_an_error_in_words(trained, tmp_path, part):
     """A text in place of the optimizer's or the guard's own state: H311, and not an error of Python."""
     trained(tmp_path)
     for entry in Store(tmp_path / "checkpoints").entries():
-        data = json.dumps({**json.loads((entry.path / "state.json").read_bytes()), part: "x"}).encode()
-        (entry.path / "state.json").write_bytes(data)
-        about = {"begin": 0, "end": len(data), "sha256": hashlib.sha256(data).hexdigest(), "dtype": "", "shape": []}
-        forged(entry.path, lambda tree, about=about: tree["files"].update({"state.json": {"json": about}}))
+        forge_state(entry.path, lambda state: state.update({part: "x"}))
     with pytest.raises(holdfast.CheckpointError, match="H312"):
         guard_in(tmp_path)
 

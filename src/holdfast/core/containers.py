@@ -11,6 +11,17 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 
+def number(value: Any, *, or_none: bool = False) -> Any:
+    """Return a number that others may have written; a TypeError or ValueError if it is none or beyond 64 bits."""
+    if value is None and or_none:
+        return None
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"a {type(value).__name__} in place of a number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("a number of more than 64 bits")
+    return value
+
+
 def children_of(node: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, or None for a leaf."""
     if isinstance(node, Mapping):

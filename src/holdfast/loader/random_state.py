@@ -39,7 +39,12 @@ class RandomState:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RandomState:
-        """Rebuild a state from `to_tree`."""
+        """Rebuild a state from `to_tree`; a ValueError or TypeError if torch or python would refuse it."""
+        random.Random().setstate(tree["python"])  # noqa: S311
+        try:
+            torch.Generator().set_state(tree["cpu"])
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
         return cls(tree["python"], tree["numpy"], tree["cpu"], tree["devices"])
 
 

@@ -129,7 +129,10 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
         if saved[name] != here[name]:
             raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
     for name, optimizer in parts.optimizers.items():
-        was = [len(group["params"]) for group in trees[component_of("optimizer", name)]["param_groups"]]
+        saved_groups = trees[component_of("optimizer", name)]["param_groups"]
+        was = [len(group["params"]) for group in saved_groups]
+        if len({key for group in saved_groups for key in group["params"]}) != sum(was):
+            raise ValueError("a parameter of the optimizer is there twice")
         now = [len(group["params"]) for group in optimizer.param_groups]
         if was != now:
             raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
