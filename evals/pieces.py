@@ -25,24 +25,17 @@ def begin_piece(**of: Any) -> dict[str, Any]:
 def read_pieces(out: Path) -> list[dict[str, Any]]:
     """Return the pieces of a result file; none if there is none yet."""
     text = out.read_text(encoding="utf-8") if out.exists() else ""
-    found: list[dict[str, Any]] = json.loads(text)["samples"]["pieces"] if text else []
-    return found
+    return list(json.loads(text)["samples"]["pieces"]) if text else []
 
 
 def write_piece(out: Path, piece: dict[str, Any], count: Count) -> None:
     """Put a piece into a result file, in the place of what was written of it before, and count all again."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # pieces may run beside each other
         pieces = [*(each for each in read_pieces(out) if each["begun"] != piece["begun"]), piece]
-        pieces.sort(key=lambda each: str(each["begun"]))
-        seconds = sum(each["seconds"] for each in pieces)
-        result = Result(
-            options=Options(name=out.stem, quick=False, out=out),
-            parameters={"pieces": len(pieces)},
-            started=time.monotonic() - seconds,
-        )
-        result.samples["pieces"] = pieces
+        started = time.monotonic() - sum(each["seconds"] for each in pieces)
+        options, samples = Options(name=out.stem, quick=False, out=out), {"pieces": pieces}
+        result = Result(options=options, parameters={"pieces": len(pieces)}, samples=samples, started=started)
         count(result, pieces)
         result.write()
 

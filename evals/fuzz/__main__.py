@@ -10,7 +10,6 @@ To reach: an hour of processor time in all, and no finding that is left.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import shutil
 import tempfile
@@ -27,13 +26,9 @@ from evals.fuzz.child import MOST_BYTES, bound_memory, run
 from evals.fuzz.targets import CLEAR, TARGETS, import_modules, make_base, make_input
 from evals.pieces import asked_to_end, begin_piece, read_pieces, write_piece
 
-OUT = Path("benchmarks/results/fuzz.json")
-Input = tuple[int, str, int]
-"""Seed, target and number."""
 
-
-def results(inputs: Iterator[Input]) -> Iterator[tuple[Input, dict[str, Any]]]:
-    """Make each input, and give what came of it."""
+def results(seed: int, inputs: Iterator[tuple[str, int]]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Make inputs by target and number, and give what came of each, and whether it is a finding."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="holdfast-fuzz-") as place:
         base, folder = Path(place) / "base", Path(place) / "input"
@@ -42,88 +37,67 @@ def results(inputs: Iterator[Input]) -> Iterator[tuple[Input, dict[str, Any]]]:
         if made["kind"] != "fine: made":
             raise SystemExit(f"what is to be changed cannot be made: {made}")
         import_modules(base)
-        for seed, name, number in inputs:
+        for name, number in inputs:
             folder.mkdir()
             work = make_input(base, folder, name, Random(f"{seed} {name} {number}"))
             result = run(folder, work, allowed=CLEAR[name])
             shutil.rmtree(folder)
-            yield (seed, name, number), result
-
-
-def is_finding(result: dict[str, Any]) -> bool:
-    """Return whether something came of an input that must not."""
-    return not result["kind"].startswith(("fine", "refused"))
+            yield name, number, result | {"found": not result["kind"].startswith(("fine", "refused"))}
 
 
 def fuzz(
     seed: int, names: Sequence[str], *, seconds: float, first: int = 0, count: int = 1 << 60,
-    ends: Callable[[], bool] = lambda: False, write: Callable[[dict[str, Any]], None] = lambda _: None,
+    ends: Callable[[], bool] = lambda: False, write: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return how many inputs of each target came to what, and the findings, one of each place.
-
-    Args:
-        seed: Of the inputs.
-        names: Of the targets.
-        seconds: How long.
-        first: Number of the first input of each target.
-        count: How many inputs of each target at most.
-        ends: Whether to end before.
-        write: Gets what was found up to now, each minute.
-    """
+    """Return how many inputs of each target came to what, and one finding of each place; `write` gets it too."""
     began = written = time.monotonic()
-    used, most = 0.0, 0
-    counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in names}
+    piece = begin_piece(seed=seed, first=first, inputs=0, cpu_minutes=0.0, most_resident_bytes=0)
+    counts: dict[str, dict[str, int]] = {name: {} for name in names}
     findings: dict[str, dict[str, Any]] = {}
-    about: dict[str, Any] = begin_piece(seed=seed, first=first)
-
-    def found() -> dict[str, Any]:
-        return about | {
-            "seconds": round(time.monotonic() - began, 1), "inputs": sum(each.total() for each in counts.values()),
-            "cpu_minutes": round(used / 60, 2), "most_resident_bytes": most,
-            "counts": {name: dict(sorted(each.items())) for name, each in counts.items()},
-            "findings": list(findings.values()),
-        }  # fmt: skip
-
-    inputs = ((seed, name, number) for number in range(first, first + count) for name in names)
-    for (_, name, number), result in results(inputs):
+    for name, number, result in results(seed, ((name, n) for n in range(first, first + count) for name in names)):
         if ends():
             break  # the input that was running may have been asked to end too
-        counts[name][result["kind"]] += 1
-        used, most = used + result["cpu"], max(most, result["resident"])
-        if is_finding(result):
+        counts[name][result["kind"]] = counts[name].get(result["kind"], 0) + 1
+        piece["inputs"] += 1
+        piece["cpu_minutes"] = round(piece["cpu_minutes"] + result["cpu"] / 60, 5)
+        piece["most_resident_bytes"] = max(piece["most_resident_bytes"], result["resident"])
+        if result["found"]:
             place_of = name + "".join(result["text"].split("\n")[-6:])[-300:]
             known = findings.setdefault(place_of, {**result, "target": name, "number": number, "times": 0})
             known["times"] += 1
+        piece |= {"seconds": time.monotonic() - began, "counts": counts, "findings": list(findings.values())}
         if time.monotonic() - written > 60:
             written = time.monotonic()
-            write(found())
-        if time.monotonic() - began > seconds:
+            write(piece)
+        if piece["seconds"] > seconds:
             break
-    return found()
+    write(piece)
+    return piece
 
 
-def make_again(out: Path, ends: Callable[[], bool]) -> None:
+def make_again(out: Path) -> None:
     """Make the findings of earlier pieces again, and note which are mended."""
     for piece in read_pieces(out):
-        open_ones = {each["number"]: each for each in piece["findings"] if "mended" not in each}
-        inputs: Iterator[Input] = iter([(piece["seed"], each["target"], n) for n, each in open_ones.items()])
-        for (_, _, number), result in results(inputs) if open_ones else ():
-            if not is_finding(result) and not ends():
-                open_ones[number]["mended"] = begin_piece()["commit"]
+        left = {each["number"]: each for each in piece["findings"] if "mended" not in each}
+        for _, number, result in (
+            results(piece["seed"], ((each["target"], n) for n, each in left.items())) if left else ()
+        ):
+            if not result["found"]:
+                left[number]["mended"] = begin_piece()["commit"]
                 write_piece(out, piece, count_pieces)
 
 
 def count_pieces(result: Result, pieces: list[dict[str, Any]]) -> None:
     """Add the figures of all pieces."""
     findings = [each for piece in pieces for each in piece["findings"]]
-    minutes = sum(piece["cpu_minutes"] for piece in pieces)
-    result.add_samples("processor time of hostile inputs, all pieces", "minutes", [round(minutes, 1)], at_least=60)
+    minutes = round(sum(piece["cpu_minutes"] for piece in pieces), 1)
+    result.add_samples("processor time of hostile inputs, all pieces", "minutes", [minutes], at_least=60)
     left = sum("mended" not in each for each in findings)
     result.add_count("places with findings that are left, of all found", left, len(findings), expected=0)
     inputs = sum(piece["inputs"] for piece in pieces)
     result.add_count("inputs with a finding, mended ones too", sum(each["times"] for each in findings), inputs)
-    most = max(piece["most_resident_bytes"] for piece in pieces) / 2**20
-    result.add_samples("largest resident memory of an input", "MiB", [round(most)], at_most=MOST_BYTES / 2**20)
+    most = round(max(piece["most_resident_bytes"] for piece in pieces) / 2**20)
+    result.add_samples("largest resident memory of an input", "MiB", [most], at_most=MOST_BYTES / 2**20)
 
 
 def main() -> None:
@@ -135,32 +109,18 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1 << 60)
     parser.add_argument("--show", action="store_true", help="print the findings, and write nothing")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fuzz.json"))
     given = parser.parse_args()
     bound_memory(2 * MOST_BYTES)  # of this process too, which makes the inputs
-    ends = asked_to_end()
-
-    def write(piece: dict[str, Any]) -> None:
-        if not given.show:
-            write_piece(given.out, piece, count_pieces)
-
     if not given.show:
-        make_again(given.out, ends)
+        make_again(given.out)
     found = fuzz(
-        given.seed,
-        given.only,
-        seconds=60 * given.minutes,
-        first=given.first,
-        count=given.count,
-        ends=ends,
-        write=write,
-    )
-    write(found)
+        given.seed, given.only, seconds=60 * given.minutes, first=given.first, count=given.count, ends=asked_to_end(),
+        write=lambda piece: given.show or write_piece(given.out, piece, count_pieces),
+    )  # fmt: skip
     if given.show:
         print(json.dumps(found["findings"], indent=1).replace("\\n", "\n"))
-    print(
-        f"{found['inputs']} inputs, {found['cpu_minutes']} CPU minutes, {len(found['findings'])} places with findings"
-    )
+    print(f"{found['inputs']} inputs, {found['cpu_minutes']:.2f} CPU minutes, {len(found['findings'])} findings")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 How: a piece is campaigns one after the other, each a training of its own (see ``training``) on a disk of 128 MiB,
 with random faults every 15 to 45 s. The first takes half of the piece and has what a training must live through: an
 allocation refused by a real limit, a worker killed or stopped, a full disk for a while. The others are of 10 minutes,
-with SIGKILL of the training, and SIGTERM of all and a new start, too. One batch in 240 is NaN. Each ends whole, and
+with SIGKILL of the training, and SIGTERM of all and a new start, too. Some batches are NaN. Each ends whole, and
 its state is compared bit for bit with a bare loop of as many steps. Every 5 s trainer, supervisor and run directory
 are looked at. ``--minutes N [--seed S] [--state DIR] [--out FILE]`` adds a piece to the result file.
 
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -41,12 +41,7 @@ HARD = (*SOFT, "training killed", "training killed", "ended and started again")
 _CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run", "--quiet", "--restart-delay", "1",
         "--max-restarts", "1000000", "--max-preemptions", "1000000", "--max-log-bytes", str(1 << 20)]  # fmt: skip
 _PATIENCE_SECONDS, _BLOCK_SECONDS, _HARD_MINUTES, _LONG_MINUTES, _WARM_MINUTES = 400.0, 60.0, 10.0, 20.0, 4.0
-MOST = {
-    "memory": ("MiB/h", 8.0),
-    "private memory": ("MiB/h", 8.0),
-    "descriptors": ("1/h", 1.0),
-    "threads": ("1/h", 1.0),
-}
+WHAT = ("memory", "private memory", "descriptors", "threads")
 
 
 def slope_per_hour(seconds: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[float, float, float]:
@@ -56,19 +51,17 @@ def slope_per_hour(seconds: NDArray[np.float64], values: NDArray[np.float64]) ->
     first, second = np.triu_indices(n := len(times), 1)
     slopes = np.sort((heights[second] - heights[first]) / (times[second] - times[first])) * 3600
     half = 1.96 * np.sqrt(n * (n - 1) * (2 * n + 5) / 18) / 2  # Sen 1968: from the variance of Kendall's S
-    middle = (len(slopes) - 1) / 2
-    low, high = max(int(middle - half), 0), min(int(np.ceil(middle + half)), len(slopes) - 1)
-    return float(np.median(slopes)), float(slopes[low]), float(slopes[high])
+    low, high = (round((len(slopes) - 1) / 2 + sign * (half + 0.5)) for sign in (-1, 1))
+    return float(np.median(slopes)), float(slopes[max(low, 0)]), float(slopes[min(high, len(slopes) - 1)])
 
 
 class Campaign:
     """One training from its start to its end: `side` is for what it tells, `disk` is the small one."""
 
     def __init__(self, side: Path, disk: Path, seed: int) -> None:
-        self.side, self.disk, self.run = side, disk, disk / "run"
+        self.side, self.disk, self.run, self.looked = side, disk, disk / "run", 0.0
         self.train = [sys.executable, "-m", "evals.soak.training", str(side), str(self.run), str(seed)]
-        self.looked = 0.0
-        self.lives: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)  # s, and `MOST`
+        self.lives: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)  # s, and `WHAT`
         self.sizes: list[tuple[int, int]] = []  # bytes, files
         self.start()
 
@@ -90,20 +83,20 @@ class Campaign:
         while not done() and time.monotonic() < until:
             time.sleep(0.2)
             if time.monotonic() - self.looked > 5:
-                self.looked = time.monotonic()
                 self.look()
         return done()
 
     def look(self) -> None:
         """Take a sample of both processes and of the run directory."""
+        self.looked = time.monotonic()
         for role, process in (("supervisor", self.supervisor.pid), ("trainer", self.status()[1])):
-            with suppress(OSError, LookupError, ValueError):
+            with suppress(OSError, LookupError):
                 place = Path("/proc", str(process))
                 lines = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
                 mib = [float(lines[name].split()[0]) / 1024 for name in ("VmRSS", "RssAnon")]
                 files = len(list((place / "fd").iterdir()))
                 self.lives[role, process].append([self.looked, *mib, files, float(lines["Threads"])])
-        held: list[int] = []
+        held = []
         for each in self.run.rglob("*"):
             with suppress(OSError):
                 held.append(each.lstat().st_blocks * 512)
@@ -137,34 +130,31 @@ class Campaign:
         """Have the training end whole, and return what came of it."""
         (self.side / "stop").touch()
         self.wait(lambda: self.supervisor.poll() is not None)
-        final = self.side / "final.json"
-        found = {"steps": self.status()[0], "digest": None, "events": {}}
-        found |= json.loads(final.read_text()) if final.exists() else {}
         self.supervisor.terminate()
         self.supervisor.wait()
+        final = self.side / "final.json"
+        found = json.loads(final.read_text()) if final.exists() else {"steps": self.status()[0], "digest": None}
         bare = subprocess.run([*self.train, str(found["steps"])], capture_output=True, text=True, check=True)
         most = {"most_mib": round(max(self.sizes)[0] / 2**20, 2), "most_files": max(each[1] for each in self.sizes)}
         exact = found["digest"] == bare.stdout.strip()
-        return found | most | {"ended": final.exists(), "exact": exact, "lives": self.slopes()}
+        return {"events": {}, **found, **most, "ended": final.exists(), "exact": exact, "lives": self.slopes()}
 
     def slopes(self) -> list[dict[str, Any]]:
-        """Return of each process that lived long: least, most, slope and its interval of each of `MOST`."""
+        """Return of each process that lived long: least, most, slope and its interval of each of `WHAT`."""
         found = []
         for (role, _), rows in self.lives.items():
-            table = np.array(rows)
-            table[:, 0] -= table[0, 0]
-            life: dict[str, Any] = {"role": role, "minutes": round(table[-1, 0] / 60, 1)}
-            table = table[table[:, 0] > 60 * _WARM_MINUTES]
-            for what, values in zip(MOST, table.T[1:], strict=True) if life["minutes"] >= _LONG_MINUTES else ():
-                grown = (min(values), max(values), *slope_per_hour(table[:, 0], values))
-                life[what] = [round(float(each), 3) for each in grown]
-                found += [life] if what == "memory" else []
+            table = np.array(rows) - [rows[0][0], 0, 0, 0, 0]
+            if table[-1, 0] >= 60 * _LONG_MINUTES:
+                minutes, table = table[-1, 0] / 60, table[table[:, 0] > 60 * _WARM_MINUTES]
+                grown = ((min(each), max(each), *slope_per_hour(table[:, 0], each)) for each in table.T[1:])
+                of = {what: np.round(each, 3).tolist() for what, each in zip(WHAT, grown, strict=True)}
+                found.append({"role": role, "minutes": round(minutes, 1), **of})
         return found
 
 
 def campaign(
-    side: Path, disk: Path, seed: int, kinds: tuple[str, ...], minutes: float, ends: Callable[[], bool]
-) -> Any:
+    side: Path, disk: Path, seed: int, kinds: Sequence[str], minutes: float, ends: Callable[[], bool]
+) -> dict[str, Any]:
     """Train for some minutes with such faults, and return what came of it."""
     began, chance, faults, what = time.monotonic(), Random(seed), [], ""
     side.mkdir()
@@ -173,11 +163,8 @@ def campaign(
         training.wait(ends, chance.uniform(15, 45))
         faults.append(what := chance.choice(kinds))
     stuck = [] if goes_on else [f"{what or 'start'}, at step {training.status()[0]}"]
-    found = {"seed": seed, **training.end(), "faults": dict(collections.Counter(faults)), "stuck": stuck}
-    return found | {
-        "kinds": "hard" if kinds == HARD else "soft",
-        "minutes": round((time.monotonic() - began) / 60, 1),
-    }
+    found = {"seed": seed, **training.end(), "faults": collections.Counter(faults), "stuck": stuck}
+    return found | {"hard": kinds == HARD, "minutes": round((time.monotonic() - began) / 60, 1)}
 
 
 def count_pieces(result: Result, pieces: list[dict[str, Any]]) -> None:
@@ -196,11 +183,10 @@ def count_pieces(result: Result, pieces: list[dict[str, Any]]) -> None:
         result.add_count(f"faults: {what}", count, faults.total())
     for role in ("trainer", "supervisor"):
         lives = [life for each in done for life in each["lives"] if life["role"] == role]
-        for what, unit in MOST.items() if lives else ():
+        for what in WHAT if lives else ():
+            unit, most = ("MiB/h", 8) if "memory" in what else ("1/h", 1)
             title = f"{role}: upper end of the slope of {what}, the largest of {len(lives)} that lived long"
-            result.add_samples(
-                title, unit, [max(life[what][4] for life in lives)], at_most=8 if unit == "MiB/h" else 1
-            )
+            result.add_samples(title, unit, [max(life[what][4] for life in lives)], at_most=most)
     result.add_samples("largest run directory", "MiB", [max(each["most_mib"] for each in done)], at_most=64)
     result.add_samples("files in it, at most", "files", [max(each["most_files"] for each in done)])
 

@@ -273,16 +273,19 @@ OWN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a text in the ladder": lambda own: own["ladder"]["plan"].update(micro_batch_size="x"),
     "a list in the costs": lambda own: own.update(save_costs=[[[], 1]]),
     "no loss scale": lambda own: own.pop("loss_scale"),
+    "metadata of a module": lambda own: next(iter(own["model_metadata"].values())).update({"": "x"}),
 }
 
 
-@pytest.mark.parametrize("name", [*OWN, "a random state"])
+@pytest.mark.parametrize("name", [*OWN, "a random state", "a weight"])
 def test_a_forged_state_of_the_guard_is_damage(trained, tmp_path, name):
     """What no guard writes is found before anything is loaded from it, and the run goes on from the one before."""
     trained(tmp_path)
     newest = Store(tmp_path / "checkpoints").entries()[0]
     if name in OWN:
         forge_state(newest.path, lambda state: OWN[name](state["training"]))
+    elif name == "a weight":
+        forge_state(newest.path, lambda state: state["model"].update({"0.weight": 1}))
     else:
         forge_random_state(newest.path)
     guard, _ = train(tmp_path, 8)

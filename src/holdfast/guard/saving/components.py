@@ -144,6 +144,8 @@ def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, An
             place = "the checkpoint" if key in saved else "the model"
             raise _other_run(f"{component}: tensor {key!r} is only in {place}", where)
         was, now = saved[key], live[key]
+        if isinstance(now, torch.Tensor) > isinstance(was, torch.Tensor) and not key.endswith("_extra_state"):
+            raise TypeError(f"a {type(was).__name__} in place of the tensor {key!r}")
         if isinstance(was, torch.Tensor) and (was.shape != now.shape or was.dtype != now.dtype):
             differs = f"was {was.dtype} {tuple(was.shape)} and is {now.dtype} {tuple(now.shape)}"
             raise _other_run(f"{component}: tensor {key!r} {differs}", where)
