@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evals.fuzz.targets import forge
 from tests.faults.small_run import guard_in, train
 from tests.unit.report.made_runs import make_run
 from typer.testing import CliRunner
@@ -217,17 +218,16 @@ def test_a_forged_manifest_is_damage(trained, tmp_path, name):
     "value",
     ['{"$": "dtype", "text": "load"}', '{"$": "nothing"}', '{"$": "tensor", "name": "?"}', "[" * 50_000,
      '{"$": "device", "text": "?"}', '{"$": "bytes", "hex": "?"}', '{"$": "Counter", "items": 1}',
-     '{"$": "tensor", "name": "0.weight", "stride": [1152921504606846976, 1]}'],
+     '{"$": "tensor", "name": "0.weight", "stride": [1152921504606846976, 1]}', "null"],
 )  # fmt: skip
 def test_a_forged_state_is_damage(trained, tmp_path, value):
     """What holdfast does not write is refused when it is read, and the run goes on from the checkpoint before."""
     trained(tmp_path)
     newest = Store(tmp_path / "checkpoints").entries()[0]
-    state = json.loads((newest.path / "state.json").read_bytes())
-    data = json.dumps({**state, "model": "?"}).replace('"?"', f'{{"0.weight": {value}}}', 1).encode()
-    (newest.path / "state.json").write_bytes(data)
-    about = {"begin": 0, "end": len(data), "sha256": hashlib.sha256(data).hexdigest(), "dtype": "", "shape": []}
-    forged(newest.path, lambda tree: tree["files"].update({"state.json": {"json": about}}))
+    file = newest.path / "state.json"
+    model = value if value == "null" else f'{{"0.weight": {value}}}'
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "model": "?"}).replace('"?"', model, 1))
+    forge(newest.path)
     newest.verify()
     command = ["checkpoints", str(tmp_path), "--export", str(tmp_path / "out.safetensors")]
     result = CliRunner().invoke(make_app("checkpoints"), command)
@@ -241,25 +241,11 @@ def test_a_forged_state_is_damage(trained, tmp_path, value):
 
 
 def forge_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the state of a checkpoint that is no tensor, and sign it again."""
+    """Change what is no tensor in a checkpoint, and sign it again."""
     state = json.loads((folder / "state.json").read_bytes())
     change(state)
-    data = json.dumps(state).encode()
-    (folder / "state.json").write_bytes(data)
-    about = {"begin": 0, "end": len(data), "sha256": hashlib.sha256(data).hexdigest(), "dtype": "", "shape": []}
-    forged(folder, lambda tree: tree["files"].update({"state.json": {"json": about}}))
-
-
-def forge_random_state(folder: Path) -> None:
-    """Write bytes that no generator of torch has."""
-    tree = json.loads((folder / FILE_NAME).read_bytes().partition(b"\n")[0])
-    name = next(name for name, extents in tree["files"].items() if "random_state.cpu" in extents)
-    at = tree["files"][name]["random_state.cpu"]
-    data = bytearray((folder / name).read_bytes())
-    data[at["begin"] : at["end"]] = b"\xff" * (at["end"] - at["begin"])
-    (folder / name).write_bytes(data)
-    digest = hashlib.sha256(data[at["begin"] : at["end"]]).hexdigest()
-    forged(folder, lambda tree: tree["files"][name]["random_state.cpu"].update(sha256=digest))
+    (folder / "state.json").write_text(json.dumps(state))
+    forge(folder)
 
 
 OWN: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -273,6 +259,8 @@ OWN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a text in the ladder": lambda own: own["ladder"]["plan"].update(micro_batch_size="x"),
     "a list in the costs": lambda own: own.update(save_costs=[[[], 1]]),
     "no loss scale": lambda own: own.pop("loss_scale"),
+    "no settings": lambda own: own.pop("settings"),
+    "no metadata": lambda own: own["model_metadata"].clear(),
     "metadata of a module": lambda own: next(iter(own["model_metadata"].values())).update({"": "x"}),
 }
 
@@ -281,13 +269,13 @@ OWN: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_forged_state_of_the_guard_is_damage(trained, tmp_path, name):
     """What no guard writes is found before anything is loaded from it, and the run goes on from the one before."""
     trained(tmp_path)
-    newest = Store(tmp_path / "checkpoints").entries()[0]
-    if name in OWN:
-        forge_state(newest.path, lambda state: OWN[name](state["training"]))
-    elif name == "a weight":
-        forge_state(newest.path, lambda state: state["model"].update({"0.weight": 1}))
-    else:
-        forge_random_state(newest.path)
+    newest = Store(tmp_path / "checkpoints").entries()[0].path
+    if name == "a random state":
+        file = newest / "training.safetensors"  # at whose end torch's lies
+        file.write_bytes(file.read_bytes()[:-5056] + b"\xff" * 5056)
+    forge_state(newest, lambda state: OWN[name](state["training"]) if name in OWN else None)
+    if name == "a weight":
+        forge_state(newest, lambda state: state["model"].update({"0.weight": 1}))
     guard, _ = train(tmp_path, 8)
     assert guard.resumed_from is not None
     assert guard.resumed_from.name.endswith("step00000004")

@@ -504,6 +504,4 @@ def check_own(training: Mapping[str, Any]) -> None:
     RandomState.from_tree(training["random_state"])
     if training["position"] is not None:
         check_position(training["position"])
-    _ = training["loss_scale"], training["schedulers"]
-    if not all(isinstance(each, dict) for known in training["model_metadata"].values() for each in known.values()):
-        raise TypeError("a text in place of what is known of a module")
+    _ = training["loss_scale"], training["run"], dict(training["settings"]), dict(training["schedulers"])

@@ -120,6 +120,8 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
         if component not in trees:
             raise _other_run(f"it holds no model {name!r}", where)
         _check_model(component, trees[component], model.state_dict(), where)
+        if not all(isinstance(each, dict) for each in trees["training"]["model_metadata"][name].values()):
+            raise TypeError("what is known of a module is no mapping")
     saved, here = trees["training"]["kinds"], _kinds(parts)
     for name in itertools.chain(saved, here):
         if name not in here:
