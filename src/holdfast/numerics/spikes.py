@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from holdfast.core.containers import number
+from holdfast.core.containers import count, number
 from holdfast.core.events.event import Decision, RollBack, SkipStep, Stop
 from holdfast.core.policy.policy import Objective, SpikeAction
 
@@ -129,7 +129,7 @@ class SpikeDetector:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self.steps = number(state_dict["steps"])
+        self.steps = count(state_dict["steps"])
         self._tracks = {key: _Track.of(state) for key, state in state_dict["tracks"].items()}
 
 

@@ -22,7 +22,7 @@ from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.seal import reading
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
-from holdfast.core.containers import number
+from holdfast.core.containers import count, number
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor, check_position
@@ -410,7 +410,7 @@ class Session:
 
     def go_on_from(self, training: Mapping[str, Any]) -> None:
         """Go on counting and judging as the process did that saved this state."""
-        self.counters = Counters(**{name: number(value) for name, value in training["counters"].items()})
+        self.counters = Counters(**{name: count(value) for name, value in training["counters"].items()})
         self.counters.resumes += 1
         self.ladder.load_state_dict(training["ladder"])
         self.spikes.load_state_dict(training["spikes"])
@@ -500,8 +500,8 @@ class Session:
 
 def check_own(training: Mapping[str, Any]) -> None:
     """Raise what `reading` takes for damage if the guard's own state is not what a guard writes."""
-    number(training["global_step"])
+    count(training["global_step"])
     RandomState.from_tree(training["random_state"])
     if training["position"] is not None:
         check_position(training["position"])
-    _ = training["loss_scale"], training["run"], dict(training["settings"]), dict(training["schedulers"])
+    _ = training["loss_scale"], training["run"], {**training["settings"]}, {**training["schedulers"]}
