@@ -359,7 +359,7 @@ class _Track:
         for name in _LISTS:
             setattr(track, name, [[number(each) for each in row] for row in zip(*columns[name], strict=True)])
         for name in state.keys() - {"columns", "recent", *_USUALS}:
-            setattr(track, name, number(state[name], or_none=getattr(track, name) is None))
+            setattr(track, name, number(state[name], or_none=vars(track)[name] is None))
         track.recent = deque(map(number, state["recent"]), maxlen=_RECENT)
         for name in _USUALS:
             setattr(track, name, state[name] and _Usual(*(number(each, or_none=True) for each in state[name])))
