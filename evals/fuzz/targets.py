@@ -72,9 +72,14 @@ def train(run: Path, steps: int) -> str:
         run, model=model, optimizer=torch.optim.Adam(model.parameters(), 0.1), async_save=False,
         save_interval_steps=2, loader=holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4),
     )  # fmt: skip
-    for batch in guard.batches(max_steps=steps):
-        guard.step(batch, lambda x: model(x).square().mean())
-        guard.validated(float(guard.global_step), keep=2)
+    try:
+        for batch in guard.batches(max_steps=steps):
+            guard.step(batch, lambda x: model(x).square().mean())
+            guard.validated(float(guard.global_step), keep=2)
+    except Exception as error:
+        if "/torch/optim/" in traceback.extract_tb(error.__traceback__)[-1].filename:
+            return "torch's optimizer refuses its state"  # which it gets as it is
+        raise
     guard.close()
     return f"from {guard.resumed_from and guard.resumed_from.name}"
 
@@ -233,16 +238,7 @@ def detail(folder: Path, chance: Random) -> Work:
     path.write_text(json.dumps(value))
     forge(newest)
     line = chance.choice((*COMMANDS, ""))
-
-    def work() -> str:
-        try:
-            return command(run, line) if line and not training else train(run, 8)
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            if "/torch/optim/" in traceback.extract_tb(error.__traceback__)[-1].filename:
-                return "torch's optimizer refuses its state"  # which it gets as it is
-            raise
-
-    return work
+    return lambda: command(run, line) if line and not training else train(run, 8)
 
 
 def tree(folder: Path, chance: Random) -> Work:
