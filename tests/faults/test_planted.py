@@ -262,6 +262,7 @@ OWN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a large micro-batch": lambda own: own["ladder"]["plan"].update(micro_batch_size=2**60),
     "no generators": lambda own: own["position"].update(generators_now=None),
     "a list of settings": lambda own: own.update(settings=[]),
+    "numpy's random state": lambda own: own["random_state"]["numpy"]["items"].__setitem__(2, 2**64),
     "no settings": lambda own: own.pop("settings"),
     "no metadata": lambda own: own["model_metadata"].clear(),
     "metadata of a module": lambda own: next(iter(own["model_metadata"].values())).update({"": "x"}),

@@ -39,8 +39,10 @@ class RandomState:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RandomState:
-        """Rebuild a state from `to_tree`; a ValueError or TypeError if torch or python would refuse it."""
+        """Rebuild a state from `to_tree`; an error that `reading` knows if one would refuse it."""
         random.Random().setstate(tree["python"])  # noqa: S311
+        if not isinstance(tree["numpy"], dict):  # that of another generator than numpy's usual one
+            np.random.RandomState().set_state(tree["numpy"])
         try:
             torch.Generator().set_state(tree["cpu"])
         except RuntimeError as error:
