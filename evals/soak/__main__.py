@@ -162,9 +162,10 @@ def campaign(
     while (goes_on := training.hurt(what, chance)) and not ends() and time.monotonic() - began < 60 * minutes:
         training.wait(ends, chance.uniform(15, 45))
         faults.append(what := chance.choice(kinds))
+    minutes = round((time.monotonic() - began) / 60, 1)  # without the bare loop
     stuck = [] if goes_on else [f"{what or 'start'}, at step {training.status()[0]}"]
     found = {"seed": seed, **training.end(), "faults": collections.Counter(faults), "stuck": stuck}
-    return found | {"hard": kinds == HARD, "minutes": round((time.monotonic() - began) / 60, 1)}
+    return found | {"hard": kinds == HARD, "minutes": minutes}
 
 
 def count_pieces(result: Result, pieces: list[dict[str, Any]]) -> None:

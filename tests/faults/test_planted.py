@@ -269,7 +269,7 @@ OWN: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*OWN, "a random state", "a weight"])
+@pytest.mark.parametrize("name", [*OWN, "a random state", "a weight", "moments"])
 def test_a_forged_state_of_the_guard_is_damage(trained, tmp_path, name):
     """What no guard writes is found before anything is loaded from it, and the run goes on from the one before."""
     trained(tmp_path)
@@ -280,6 +280,8 @@ def test_a_forged_state_of_the_guard_is_damage(trained, tmp_path, name):
     forge_state(newest, lambda state: OWN[name](state["training"]) if name in OWN else None)
     if name == "a weight":
         forge_state(newest, lambda state: state["model"].update({"0.weight": 1}))
+    elif name == "moments":
+        forge_state(newest, lambda state: state["optimizer"].update(state="x"))
     guard, _ = train(tmp_path, 8)
     assert guard.resumed_from is not None
     assert guard.resumed_from.name.endswith("step00000004")

@@ -132,6 +132,7 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
             raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
     for name, optimizer in parts.optimizers.items():
         saved_groups = trees[component_of("optimizer", name)]["param_groups"]
+        _ = {**trees[component_of("optimizer", name)]["state"]}  # a mapping
         was = [len(group["params"]) for group in saved_groups]
         if len({key for group in saved_groups for key in group["params"]}) != sum(was):
             raise ValueError("a parameter of the optimizer is there twice")
