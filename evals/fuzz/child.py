@@ -13,6 +13,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ _MOVING = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.syml
            "os.chown", "shutil.rmtree", "shutil.move")  # fmt: skip
 _STARTING = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn", "socket.connect",
              "pickle.find_class")  # fmt: skip
-_ALLOWED = ("/dev/null", "/tmp/torchinductor_")
+_ALLOWED = ("/dev/null", f"{tempfile.gettempdir()}/torchinductor_")
 
 
 def bound_memory(most: int) -> None:

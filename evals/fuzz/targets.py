@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import math
 import os
 import shutil
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -57,6 +60,7 @@ YAML = ("max_grad_norm", ": ", "1.0", "\n", "- ", "[", "]", "{", "}", "&a ", "*a
         "frozen", "~",
         "preset", "0x", "1_0", "1:2:3", "2001-99-99", ",", "  ", *TEXTS)  # fmt: skip
 NAMES = ("lock", "checkpoints", "recorder", "images", "best", "hosts", "supervisor", ".tmp-x", "-rf", "a\nb", "~")
+MODULES = "modules"  # file with the names of all that were imported
 Work = Callable[[], str]
 
 
@@ -68,9 +72,14 @@ def train(run: Path, steps: int) -> str:
         run, model=model, optimizer=torch.optim.Adam(model.parameters(), 0.1), async_save=False,
         save_interval_steps=2, loader=holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4),
     )  # fmt: skip
-    for batch in guard.batches(max_steps=steps):
-        guard.step(batch, lambda x: model(x).square().mean())
-        guard.validated(float(guard.global_step), keep=2)
+    try:
+        for batch in guard.batches(max_steps=steps):
+            guard.step(batch, lambda x: model(x).square().mean())
+            guard.validated(float(guard.global_step), keep=2)
+    except Exception as error:
+        if "/torch/optim/" in traceback.extract_tb(error.__traceback__)[-1].filename:
+            return "torch's optimizer refuses its state"  # which it gets as it is
+        raise
     guard.close()
     return f"from {guard.resumed_from and guard.resumed_from.name}"
 
@@ -89,7 +98,19 @@ def make_base(base: Path) -> str:
     (data / "metadata.csv").write_text("a|Hello there|hello there\n")
     (data / "list.csv").write_text("ID,duration,wav,wrd\na,0.2,wavs/a.wav,HELLO\n")
     (data / "pairs.jsonl").write_text('{"document": "a b c", "summary": "a"}\n' * 5)
+    shutil.copytree(run, base / "tried")
+    for line in COMMANDS:
+        command(base / "tried", line)
+    train(base / "tried", 8)
+    (base / MODULES).write_text("\n".join(sorted(sys.modules)))
     return "made"
+
+
+def import_modules(base: Path) -> None:
+    """Import what readers need, once: an input then costs little but its reading."""
+    for name in (base / MODULES).read_text().split("\n"):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def other_bytes(chance: Random, data: bytes) -> bytes:
@@ -113,6 +134,19 @@ def other_json(chance: Random, value: Any) -> Any:
         found = {key: other_json(chance, each) for key, each in value.items() if chance.random() > 0.03}
         return found | ({chance.choice(TEXTS): chance.choice(VALUES)} if chance.random() < 0.05 else {})
     return [other_json(chance, each) for each in value] if isinstance(value, list) else value
+
+
+def other_place(chance: Random, value: Any) -> None:
+    """Change one place of a JSON value, however deep, so that what is read before it is as it was."""
+    while isinstance(value, (dict, list)) and value:
+        key = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if not (isinstance(value[key], (dict, list)) and value[key]) or chance.random() < 0.1:
+            if chance.random() < 0.2:
+                del value[key]
+            else:
+                value[key] = chance.choice(VALUES)
+            return
+        value = value[key]
 
 
 def hurt(chance: Random, path: Path) -> None:
@@ -192,6 +226,21 @@ def checkpoint(folder: Path, chance: Random) -> Work:
     return lambda: command(folder / "run", line) if exporting else train(folder / "run", 8)
 
 
+def detail(folder: Path, chance: Random) -> Work:
+    """Go on from, or read, a run in which a few places of one file of JSON are others, under a right digest."""
+    run, training = folder / "run", chance.random() < 0.7
+    newest = max((run / "checkpoints").iterdir())
+    files = sorted(each for each in run.rglob("*.json") if each.stat().st_size and "checkpoints" not in each.parts)
+    path = chance.choice((newest / "state.json", newest / "state.json", newest / FILE_NAME) if training else files)
+    value = json.loads(read_file(path).partition(b"\n")[0] if path.name == FILE_NAME else read_file(path))
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        other_place(chance, value["training"] if "training" in value and chance.random() < 0.7 else value)
+    path.write_text(json.dumps(value))
+    forge(newest)
+    line = chance.choice((*COMMANDS, ""))
+    return lambda: command(run, line) if line and not training else train(run, 8)
+
+
 def tree(folder: Path, chance: Random) -> Work:
     """Read or continue a run whose files were changed, or replaced by links and pipes, also while it lives."""
     run = folder / "run"
@@ -255,7 +304,7 @@ def recipes(folder: Path, chance: Random) -> Work:
 
 
 TARGETS: dict[str, Callable[[Path, Random], Work]] = {
-    each.__name__: each for each in (log, checkpoint, tree, policy, recipes)
+    each.__name__: each for each in (log, checkpoint, detail, tree, policy, recipes)
 }
 CLEAR: dict[str, tuple[type[BaseException], ...]] = {
     **dict.fromkeys(TARGETS, (holdfast.HoldfastError,)),
@@ -265,6 +314,6 @@ CLEAR: dict[str, tuple[type[BaseException], ...]] = {
 
 def make_input(base: Path, folder: Path, target: str, chance: Random) -> Work:
     """Copy what a target needs into a folder, and change it."""
-    for name in {"checkpoint": ["run"], "tree": ["run"], "recipes": ["data"]}.get(target, []):
+    for name in {"checkpoint": ["run"], "detail": ["run"], "tree": ["run"], "recipes": ["data"]}.get(target, []):
         shutil.copytree(base / name, folder / name)
     return TARGETS[target](folder, chance)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evals.fuzz.targets import forge
 from tests.faults.small_run import guard_in, train
 from tests.unit.report.made_runs import make_run
 from typer.testing import CliRunner
@@ -217,17 +218,16 @@ def test_a_forged_manifest_is_damage(trained, tmp_path, name):
     "value",
     ['{"$": "dtype", "text": "load"}', '{"$": "nothing"}', '{"$": "tensor", "name": "?"}', "[" * 50_000,
      '{"$": "device", "text": "?"}', '{"$": "bytes", "hex": "?"}', '{"$": "Counter", "items": 1}',
-     '{"$": "tensor", "name": "0.weight", "stride": [1152921504606846976, 1]}'],
+     '{"$": "tensor", "name": "0.weight", "stride": [1152921504606846976, 1]}', "null"],
 )  # fmt: skip
 def test_a_forged_state_is_damage(trained, tmp_path, value):
     """What holdfast does not write is refused when it is read, and the run goes on from the checkpoint before."""
     trained(tmp_path)
     newest = Store(tmp_path / "checkpoints").entries()[0]
-    state = json.loads((newest.path / "state.json").read_bytes())
-    data = json.dumps({**state, "model": "?"}).replace('"?"', f'{{"0.weight": {value}}}', 1).encode()
-    (newest.path / "state.json").write_bytes(data)
-    about = {"begin": 0, "end": len(data), "sha256": hashlib.sha256(data).hexdigest(), "dtype": "", "shape": []}
-    forged(newest.path, lambda tree: tree["files"].update({"state.json": {"json": about}}))
+    file = newest.path / "state.json"
+    model = value if value == "null" else f'{{"0.weight": {value}}}'
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "model": "?"}).replace('"?"', model, 1))
+    forge(newest.path)
     newest.verify()
     command = ["checkpoints", str(tmp_path), "--export", str(tmp_path / "out.safetensors")]
     result = CliRunner().invoke(make_app("checkpoints"), command)
@@ -240,15 +240,59 @@ def test_a_forged_state_is_damage(trained, tmp_path, value):
     assert found.data["checkpoint"] == newest.path.name
 
 
+def forge_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change what is no tensor in a checkpoint, and sign it again."""
+    state = json.loads((folder / "state.json").read_bytes())
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    forge(folder)
+
+
+OWN: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no batches": lambda own: own["position"].pop("batches"),
+    "a text in the position": lambda own: own["position"].update(batches="x"),
+    "a position before the start": lambda own: own["position"].update(epoch=-1),
+    "a random state of an epoch": lambda own: own["position"].update(epoch_start={"python": [3, [1], None]}),
+    "a text in the counters": lambda own: own["counters"].update(steps="x"),
+    "a number beyond 64 bits": lambda own: own["counters"].update(steps=10**400),
+    "a text in the statistics": lambda own: next(iter(own["spikes"]["tracks"].values())).update(age="x"),
+    "a text in the ladder": lambda own: own["ladder"]["plan"].update(micro_batch_size="x"),
+    "a list in the costs": lambda own: own.update(save_costs=[[[], 1]]),
+    "no loss scale": lambda own: own.pop("loss_scale"),
+    "a large micro-batch": lambda own: own["ladder"]["plan"].update(micro_batch_size=2**60),
+    "no generators": lambda own: own["position"].update(generators_now=None),
+    "a list of settings": lambda own: own.update(settings=[]),
+    "numpy's random state": lambda own: own["random_state"]["numpy"]["items"].__setitem__(2, 2**64),
+    "no settings": lambda own: own.pop("settings"),
+    "no metadata": lambda own: own["model_metadata"].clear(),
+    "metadata of a module": lambda own: next(iter(own["model_metadata"].values())).update({"": "x"}),
+}
+
+
+@pytest.mark.parametrize("name", [*OWN, "a random state", "a weight", "moments"])
+def test_a_forged_state_of_the_guard_is_damage(trained, tmp_path, name):
+    """What no guard writes is found before anything is loaded from it, and the run goes on from the one before."""
+    trained(tmp_path)
+    newest = Store(tmp_path / "checkpoints").entries()[0].path
+    if name == "a random state":
+        file = newest / "training.safetensors"  # at whose end torch's lies
+        file.write_bytes(file.read_bytes()[:-5056] + b"\xff" * 5056)
+    forge_state(newest, lambda state: OWN[name](state["training"]) if name in OWN else None)
+    if name == "a weight":
+        forge_state(newest, lambda state: state["model"].update({"0.weight": 1}))
+    elif name == "moments":
+        forge_state(newest, lambda state: state["optimizer"].update(state="x"))
+    guard, _ = train(tmp_path, 8)
+    assert guard.resumed_from is not None
+    assert guard.resumed_from.name.endswith("step00000004")
+
+
 @pytest.mark.parametrize("part", ["optimizer", "training"])
 def test_a_forged_part_is_an_error_in_words(trained, tmp_path, part):
     """A text in place of the optimizer's or the guard's own state: H311, and not an error of Python."""
     trained(tmp_path)
     for entry in Store(tmp_path / "checkpoints").entries():
-        data = json.dumps({**json.loads((entry.path / "state.json").read_bytes()), part: "x"}).encode()
-        (entry.path / "state.json").write_bytes(data)
-        about = {"begin": 0, "end": len(data), "sha256": hashlib.sha256(data).hexdigest(), "dtype": "", "shape": []}
-        forged(entry.path, lambda tree, about=about: tree["files"].update({"state.json": {"json": about}}))
+        forge_state(entry.path, lambda state: state.update({part: "x"}))
     with pytest.raises(holdfast.CheckpointError, match="H312"):
         guard_in(tmp_path)
 

@@ -306,10 +306,9 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for component, tree in read_components(entry, models).items():
         prefix = f"{component.removeprefix(f'{kind}.')}." if len(models) > 1 else ""
-        own = {
-            name: each for name, each in tree.items() if isinstance(each, torch.Tensor) and name.startswith(inside)
-        }
-        tensors |= {prefix + name.removeprefix(inside): each for name, each in own.items()}
+        with reading(entry.path):
+            own = {name: each for name, each in tree.items() if isinstance(each, torch.Tensor)}
+        tensors |= {prefix + name.removeprefix(inside): own[name] for name in own if name.startswith(inside)}
     if not tensors:
         what, limit = f"{entry.path.name} holds no averaged weights", "they are there where a run keeps an average"
         raise CheckpointError(what, limit=limit, fix="pass averaged= to Guard, or use --export.", rule="H310")

@@ -35,7 +35,7 @@ _MOST_HEADER_BYTES = 100 * 10**6  # the safetensors format allows no more
 # What says nothing about the bytes: too little of the machine, missing rights, a network disk that is away. Not so an
 # input/output error, which a disk reports for what it has lost.
 _LATEST = 2**35  # in Unix seconds: the year 3058
-_ODD = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)
+_ODD = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
 """What JSON that somebody else has made raises where it is read."""
 _PASSING = {
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EACCES, errno.EPERM,

@@ -11,6 +11,20 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 
+def number(value: Any, *, or_none: bool = False) -> Any:
+    """Return a number that others may have written; a TypeError if it is none, or of more than 64 bits."""
+    if (value is None and or_none) or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63):
+        return value
+    raise TypeError(f"a {type(value).__name__} in place of a number, or a large one")
+
+
+def count(value: Any, *, least: int = 0, below: int = 2**63) -> int:
+    """Return a count that others may have written; a ValueError if it is none."""
+    if type(value) is not int or not least <= value < below:
+        raise ValueError(f"{str(value)[:50]!r} in place of a count")
+    return value
+
+
 def children_of(node: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, or None for a leaf."""
     if isinstance(node, Mapping):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.core.containers import count
 from holdfast.core.errors import LoaderError, PolicyError
 from holdfast.core.events.event import EventData
 from holdfast.guard.parts import Stateful
@@ -35,6 +36,15 @@ _REPLAY = (
     "model or an environment: give such a loader state_dict and load_state_dict. Reads over"
 )
 _ONCE = "none: an iterator cannot be started again; batches already trained are read and dropped"
+
+
+def check_position(state: dict[str, Any]) -> None:
+    """Raise a TypeError, LookupError or ValueError for a position that no `Cursor.state_dict` has returned."""
+    for name in ("epoch", "batches", "trained"):
+        count(state[name])
+    _ = len(state["generators"]), len(state["generators_now"])
+    for each in (state["epoch_start"], state.get("before_last")):
+        _ = each and RandomState.from_tree(each)
 
 
 class Cursor:

@@ -187,7 +187,7 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
         return {each.index: each for each in map(_checked, body["samples"])}
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise LoaderError(
             f"{path} is no quarantine ledger ({type(error).__name__}: {error})",
             limit="which samples are quarantined would be forgotten without a word",

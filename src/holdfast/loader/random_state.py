@@ -39,7 +39,14 @@ class RandomState:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RandomState:
-        """Rebuild a state from `to_tree`."""
+        """Rebuild a state from `to_tree`; an error that `reading` knows if one would refuse it."""
+        random.Random().setstate(tree["python"])  # noqa: S311
+        if not isinstance(tree["numpy"], dict):  # that of another generator than numpy's usual one
+            np.random.RandomState().set_state(tree["numpy"])
+        try:
+            torch.Generator().set_state(tree["cpu"])
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
         return cls(tree["python"], tree["numpy"], tree["cpu"], tree["devices"])
 
 

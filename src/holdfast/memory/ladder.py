@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from holdfast.core.containers import count, number
 from holdfast.core.events.event import Decision, Grow, Promise, Recompute, Retry, Split, Stop
 from holdfast.core.policy.policy import Policy
 
@@ -165,12 +166,12 @@ class MemoryLadder:
         """Continue from `state_dict`; a limit that the policy has lowered since then is kept."""
         self.plan = self._plan_of(state["plan"])
         self._fallback = None if state["fallback"] is None else self._plan_of(state["fallback"])
-        self._clean_steps = state["clean_steps"]
-        self._wait = max(state["wait"], self._grow_after_steps)
-        self._tight_batch = state["tight_batch"]
+        self._clean_steps = count(state["clean_steps"])
+        self._wait = max(count(state["wait"]), self._grow_after_steps)
+        self._tight_batch = number(state["tight_batch"], or_none=True)
 
     def _plan_of(self, state: dict[str, Any]) -> Plan:
-        size = state["micro_batch_size"]
+        size = None if state["micro_batch_size"] is None else count(state["micro_batch_size"], least=1, below=2**31)
         if self._largest is not None:
             size = self._largest if size is None else min(size, self._largest)
         return Plan(micro_batch_size=size, recompute=tuple(state["recompute"]))

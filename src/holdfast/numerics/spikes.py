@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from holdfast.core.containers import count, number
 from holdfast.core.events.event import Decision, RollBack, SkipStep, Stop
 from holdfast.core.policy.kinds import Objective, SpikeAction
 
@@ -128,7 +129,7 @@ class SpikeDetector:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self.steps = state_dict["steps"]
+        self.steps = count(state_dict["steps"])
         self._tracks = {key: _Track.of(state) for key, state in state_dict["tracks"].items()}
 
 
@@ -355,13 +356,13 @@ class _Track:
     def of(cls, state: Mapping[str, Any]) -> _Track:
         track = cls()
         columns = state["columns"]
-        rows = {name: [list(row) for row in zip(*columns[name], strict=True)] for name in columns}
-        for name, value in {**state, **rows}.items():
-            if name != "columns":
-                setattr(track, name, value)
-        track.recent = deque(state["recent"], maxlen=_RECENT)
+        for name in _LISTS:
+            setattr(track, name, [[number(each) for each in row] for row in zip(*columns[name], strict=True)])
+        for name in state.keys() - {"columns", "recent", *_USUALS}:
+            setattr(track, name, number(state[name], or_none=vars(track)[name] is None))
+        track.recent = deque(map(number, state["recent"]), maxlen=_RECENT)
         for name in _USUALS:
-            setattr(track, name, state[name] and _Usual(*state[name]))
+            setattr(track, name, state[name] and _Usual(*(number(each, or_none=True) for each in state[name])))
         track._set_bounds()
         return track
 

@@ -105,6 +105,7 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
         b'{"format": 1}',
         b'{"format": 1, "samples": {"a": 1}}',
         b'{"format": 2, "samples": []}',
+        b"[" * 100_000,
         *(
             json.dumps({"format": 1, "samples": [changed]}).encode()
             for changed in (

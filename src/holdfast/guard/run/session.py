@@ -22,9 +22,10 @@ from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.seal import reading
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
+from holdfast.core.containers import count, number
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
-from holdfast.guard.cursor import Cursor
+from holdfast.guard.cursor import Cursor, check_position
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import Phase
 from holdfast.guard.record import End, described
@@ -374,6 +375,9 @@ class Session:
             return None
         try:
             training = self._restore(entry)
+            with reading(entry.path):
+                self.go_on_from(training)
+                costs = [(number(stall), number(whole)) for stall, whole in training["save_costs"]]
         except CheckpointError as error:
             if error.rule != "H311" or self.ranks.world_size > 1:
                 raise
@@ -385,8 +389,7 @@ class Session:
         self._go_to_position_of(training)  # by the loader's own code, whose errors are no damage
         with reading(entry.path):
             restore(RandomState.from_tree(training["random_state"]))
-            self.go_on_from(training)
-            self.saving.chooser.costs.extend((stall, whole) for stall, whole in training["save_costs"])
+        self.saving.chooser.costs.extend(costs)
         self.saving.resumed(entry)
         self._compare_settings(training["settings"])
         self.record.emit(run_events.Resumed(checkpoint=entry.path.name, trained_batches=self._position()[1]))
@@ -407,7 +410,7 @@ class Session:
 
     def go_on_from(self, training: Mapping[str, Any]) -> None:
         """Go on counting and judging as the process did that saved this state."""
-        self.counters = Counters(**training["counters"])
+        self.counters = Counters(**{name: count(value) for name, value in training["counters"].items()})
         self.counters.resumes += 1
         self.ladder.load_state_dict(training["ladder"])
         self.spikes.load_state_dict(training["spikes"])
@@ -481,6 +484,7 @@ class Session:
         trees = read_components(entry, component_names(self.parts), into, **shares)
         with reading(entry.path):
             check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
+            check_own(trees["training"])
         return self._put_back(trees)
 
     def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
@@ -492,3 +496,12 @@ class Session:
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
         return training
+
+
+def check_own(training: Mapping[str, Any]) -> None:
+    """Raise what `reading` takes for damage if the guard's own state is not what a guard writes."""
+    count(training["global_step"])
+    RandomState.from_tree(training["random_state"])
+    if training["position"] is not None:
+        check_position(training["position"])
+    _ = training["loss_scale"], training["run"], {**training["settings"]}, {**training["schedulers"]}

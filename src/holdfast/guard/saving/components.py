@@ -120,6 +120,8 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
         if component not in trees:
             raise _other_run(f"it holds no model {name!r}", where)
         _check_model(component, trees[component], model.state_dict(), where)
+        if not all(isinstance(each, dict) for each in trees["training"]["model_metadata"][name].values()):
+            raise TypeError("what is known of a module is no mapping")
     saved, here = trees["training"]["kinds"], _kinds(parts)
     for name in itertools.chain(saved, here):
         if name not in here:
@@ -129,7 +131,11 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
         if saved[name] != here[name]:
             raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
     for name, optimizer in parts.optimizers.items():
-        was = [len(group["params"]) for group in trees[component_of("optimizer", name)]["param_groups"]]
+        saved_groups = trees[component_of("optimizer", name)]["param_groups"]
+        _ = {**trees[component_of("optimizer", name)]["state"]}  # a mapping
+        was = [len(group["params"]) for group in saved_groups]
+        if len({key for group in saved_groups for key in group["params"]}) != sum(was):
+            raise ValueError("a parameter of the optimizer is there twice")
         now = [len(group["params"]) for group in optimizer.param_groups]
         if was != now:
             raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
@@ -141,6 +147,8 @@ def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, An
             place = "the checkpoint" if key in saved else "the model"
             raise _other_run(f"{component}: tensor {key!r} is only in {place}", where)
         was, now = saved[key], live[key]
+        if isinstance(now, torch.Tensor) > isinstance(was, torch.Tensor) and not key.endswith("_extra_state"):
+            raise TypeError(f"a {type(was).__name__} in place of the tensor {key!r}")
         if isinstance(was, torch.Tensor) and (was.shape != now.shape or was.dtype != now.dtype):
             differs = f"was {was.dtype} {tuple(was.shape)} and is {now.dtype} {tuple(now.shape)}"
             raise _other_run(f"{component}: tensor {key!r} {differs}", where)

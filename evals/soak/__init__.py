@@ -1,0 +1,1 @@
+"""Hours of training with faults, in pieces that add up."""
