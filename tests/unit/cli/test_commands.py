@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import holdfast
+from holdfast.cli import guard_directory
 from holdfast.cli.main import make_app
 from holdfast.testing import flip_bit
 
@@ -62,20 +61,17 @@ def test_a_flipped_bit_is_found_and_is_exit_code_1(run_dir):
     assert "sha256" in call("checkpoints", run_dir, "--verify").output
 
 
-def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(run_dir):
+def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(run_dir, monkeypatch):
     """What was there when the list was made and is gone when it is read is no damaged checkpoint."""
-    oldest = run_dir / "checkpoints/000002-step00000002"
-    (oldest / "manifest.json").unlink()
-    os.mkfifo(oldest / "manifest.json")  # its reader waits for the run
+    read = guard_directory._checkpoint_row
 
-    def remove() -> None:
-        with (oldest / "manifest.json").open("wb"):
-            shutil.rmtree(oldest)
+    def remove_and_read(entry, **given):
+        if entry.global_step == 2:
+            shutil.rmtree(entry.path)
+        return read(entry, **given)
 
-    run = threading.Thread(target=remove)
-    run.start()
+    monkeypatch.setattr(guard_directory, "_checkpoint_row", remove_and_read)
     listed = call("checkpoints", run_dir, "--json")
-    run.join()
     assert listed.exit_code == 0, listed.output
     steps = [row["global_step"] for row in json.loads(listed.output)["checkpoints"]]
     assert steps == [6, 4]
