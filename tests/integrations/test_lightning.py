@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.out_of_memory import FailsAbove
+from tests.prepared import FRAMEWORKS, run_prepared
 from torch import nn
 from torch.nn import functional as F
 
@@ -480,6 +481,40 @@ def test_no_epoch_is_left_out_or_repeated_after_a_checkpoint_at_the_end_of_one(t
     trainer, _ = fit(Small(), tmp_path / "cut", loader(), **goes_on)
     assert trainer.global_step == 15
     assert rest.batches == whole.batches[5:]
+
+
+class Validated(Small):
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(Samples(), batch_size=20)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", batch[1].mean())
+
+
+def validated(folder: Path, monitor: str | None, interval: float, *dies: str) -> Validated:
+    """Train three epochs of five steps, to the end or, from step 10 on, to death in a hook; return the module."""
+
+    def die(_: Any, trainer: Any, *__: Any) -> None:
+        if trainer.global_step >= 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    saves = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True, monitor=monitor)
+    callbacks = [type("Dies", (Callback,), dict.fromkeys(dies, die))(), saves]
+    given = {"strategy": "holdfast", "ckpt_path": "last", "callbacks": callbacks, "val_check_interval": interval}
+    given |= {"max_epochs": 3, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    return fit(Validated(), folder, loader(), **given)[0].lightning_module
+
+
+@unchecked
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+@pytest.mark.parametrize("given", [(None, 1.0), ("validated", 1.0), (None, 2)])
+@pytest.mark.parametrize("dies", ["on_validation_start", "on_train_batch_start"])
+def test_a_validation_that_follows_a_save_is_not_left_out_after_a_kill(tmp_path, given, dies):
+    """Killed in a validation at a step that saves, or after it, training ends as if undisturbed."""
+    program = f"import {__name__} as t; t.validated(t.Path({str(tmp_path)!r}, 'cut'), *{given}, {dies!r})"
+    life = run_prepared(["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS)
+    assert life.returncode == -signal.SIGKILL, life.stderr
+    assert_same(validated(tmp_path / "cut", *given), validated(tmp_path / "calm", *given))
 
 
 def test_the_tuner_leaves_no_file(tmp_path):

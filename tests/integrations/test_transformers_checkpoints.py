@@ -104,6 +104,28 @@ def dies_in_its_next_save(folder: Path) -> None:
     trainer.train(resume_from_checkpoint=True)
 
 
+def evaluated(folder: Path, step: int = 0, where: str = "on_step_end") -> tuple[str, list[int]]:
+    """Train to the end, or to death in a callback of a step; return the weights and the steps of evaluations."""
+
+    def die(_: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    dies = type("Dies", (transformers.TrainerCallback,), {where: die})()
+    trainer = guarded(folder, eval_dataset=samples(8), eval_strategy="epoch", callbacks=[dies])
+    trainer.train(resume_from_checkpoint=True)
+    return digest(trainer.model), [each["step"] for each in trainer.state.log_history if "eval_loss" in each]
+
+
+@pytest.mark.parametrize(("step", "where"), [(6, "on_prediction_step"), (7, "on_step_end")])
+def test_an_evaluation_after_a_save_is_not_left_out_after_a_kill(tmp_path: Path, step: int, where: str) -> None:
+    """Killed in the evaluation of an epoch whose last step saves, or after it, training ends as if undisturbed."""
+    program = f"import {__name__} as t; t.evaluated(t.Path({str(tmp_path)!r}, 'cut'), {step}, {where!r})"
+    life = run_prepared(["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS)
+    assert life.returncode == -signal.SIGKILL, life.stderr
+    assert evaluated(tmp_path / "cut") == evaluated(tmp_path / "calm")
+
+
 @pytest.mark.parametrize("begun_without", [False, True])
 def test_a_first_save_that_was_killed_is_not_resumed_from(
     tmp_path: Path, undisturbed: str, caplog: pytest.LogCaptureFixture, begun_without: bool

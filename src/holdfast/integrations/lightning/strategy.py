@@ -34,7 +34,7 @@ from holdfast.recorder.scalars import recorded_too
 from holdfast.supervise.observe.logged import of_lightning
 
 load("lightning.pytorch")
-from lightning.pytorch.callbacks import OnExceptionCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry  # noqa: E402
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
@@ -104,6 +104,9 @@ class Guarded(Framework):  # type: ignore[misc]
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             self.checkpoint_io.emit = guard.emit
         self._hold_schedulers(module, self._steps)
+        for each in trainer.checkpoint_callbacks:
+            if isinstance(each, ModelCheckpoint):
+                _hold_saves(each, trainer)
         connector = trainer._logger_connector
         connector.log_metrics = recorded_too(connector.log_metrics, partial(of_lightning, connector))
         if carried is not None:
@@ -161,7 +164,11 @@ class Guarded(Framework):  # type: ignore[misc]
             steps.close()
         if guard is not None:
             self.lightning_module.__dict__.pop("lr_scheduler_step", None)
-            vars(self.lightning_module.trainer._logger_connector).pop("log_metrics", None)
+            trainer = self.lightning_module.trainer
+            vars(trainer._logger_connector).pop("log_metrics", None)
+            for each in trainer.checkpoint_callbacks:
+                for name in ("on_train_batch_end", "on_validation_end", "on_train_epoch_end"):
+                    vars(each).pop(name, None)
             if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
                 self.checkpoint_io.emit = None
             guard.__exit__(None if error is None else type(error), error, None)
@@ -369,6 +376,30 @@ def _begin_next_epoch(loop: Any) -> None:
     seen = loop.epoch_progress.current
     if loop.restarted_mid_epoch and seen.ready == seen.processed:
         loop.reset_restart_stage()
+
+
+def _hold_saves(saves: Any, trainer: Any) -> None:
+    """Let a save by steps be made after the validation or end of epoch that follows: a resume would not make that."""
+    loop, at_batch = trainer.fit_loop.epoch_loop, saves.on_train_batch_end
+    held: list[tuple[Any, ...]] = []
+
+    def on_train_batch_end(*given: Any) -> None:
+        last = loop._num_ready_batches_reached()
+        waits = last and saves.monitor is not None and not saves._should_save_on_train_epoch_end(trainer)  # by itself
+        validates = loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not loop.val_loop.skip
+        if (last or validates) and not waits:
+            held.append(given)
+        else:
+            at_batch(*given)
+
+    def made_before(hook: Callable[..., None], *given: Any, last: bool) -> None:
+        while held and loop._num_ready_batches_reached() is last:
+            at_batch(*held.pop())
+        hook(*given)
+
+    for name, last in (("on_validation_end", False), ("on_train_epoch_end", True)):
+        vars(saves)[name] = partial(made_before, getattr(saves, name), last=last)
+    vars(saves)["on_train_batch_end"] = on_train_batch_end
 
 
 def _check_supported(module: Any) -> None:

@@ -147,6 +147,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _run_epoch(self, *rest: Any, **named: Any) -> Any:
         """Let a `holdfast.DataLoader` keep its order, also where the Trainer resumes in the middle of an epoch."""
         loader = named.get("train_dataloader")
+        self._holdfast_last_step: int | None = (named["epoch"] + 1) * named["num_update_steps_per_epoch"]
         if isinstance(loader, DataLoader):
             self._holdfast_loader = loader
             resumes = named["resume_from_checkpoint"] is not None and named["epoch"] == named["epochs_trained"]
@@ -259,9 +260,17 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             self._save_checkpoint(model, self._holdfast_trial)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: Any, *rest: Any, **named: Any) -> None:
-        """Log, evaluate and save as the Trainer does; when training stops, ``save_strategy="best"`` saves too."""
+        """Log, evaluate and save as the Trainer does; when training stops, ``save_strategy="best"`` saves too.
+
+        A save of an epoch's last step is made after its evaluation: one that resumes from it begins the next epoch.
+        """
+        last, due = self.state.global_step == self._holdfast_last_step, self.control.should_save
+        if last:
+            self._holdfast_last_step, self.control.should_save = None, False
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *rest, **named)
-        if self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None:
+        if last:
+            self.control.should_save = due or self.control.should_save  # until the Trainer comes here once more
+        elif self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None:
             self._holdfast_keep(model)
 
     def _evaluate(self, *rest: Any, **named: Any) -> Any:
