@@ -731,21 +731,17 @@ import subprocess, sys
 bad = "import os; os.kill(os.getpid(), 9)", "import sys; sys.exit(3)", "1 / 0"
 one = lambda code: subprocess.Popen([sys.executable, "-c", code])
 [each.wait() for each in map(one, bad)]
-for _ in range(10):
-    [each.wait() for each in [one("pass") for _ in range(7)]]
-    print("more", flush=True)
-sys.stdin.read()
+for _ in range(10): [each.wait() for each in [one("pass") for _ in range(7)]]
+print("all have ended", flush=True), sys.stdin.read()
 """
     run = supervise(command=[sys.executable, "-c", helpers], stdin=subprocess.PIPE)
     processes = run.folder / "processes"
-    run.wait_for_text("more")
+    run.wait_for(processes.is_dir)
     follower = RunFollower(run.folder)
-    run.wait_for(lambda: [follower.new()] and run.log().count("more") == 10 and len([*processes.iterdir()]) <= 68)
-    assert run.end()[0] == 0
-    assert len([*processes.iterdir()]) == 1 + 3 + 64
+    run.wait_for(lambda: [follower.new()] and "all have" in run.log() and len([*processes.iterdir()]) <= 68)
+    assert (run.end()[0], len([*processes.iterdir()])) == (0, 1 + 3 + 64)
     told = [event.kind for folder in processes.iterdir() for event in read_events(folder)]
-    assert sorted(told) == ["exception", "exiting", "exiting"]
-    assert follower.problems == {}
+    assert (sorted(told), follower.problems) == (["exception", "exiting", "exiting"], {})
     assert judge(collect(run.folder)).family == "ended well"
     for command in ("report", "explain"):
         done = subprocess.run([*CLI[:-1], command, str(run.folder)], capture_output=True, text=True, check=False)
