@@ -27,6 +27,7 @@ from holdfast.explain.collecting import collect
 from holdfast.explain.judging import judge
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import ATTEMPT_VARIABLE
+from holdfast.report.run_follower import RunFollower
 from holdfast.supervise.process_tree import marked_processes, read_process
 
 pytestmark = pytest.mark.slow
@@ -721,3 +722,27 @@ def test_a_trainer_that_is_stopped_by_a_signal_is_said_in_log_events_and_verdict
     _, _, err = run.end()
     assert "was stopped by a signal" in err
     assert "was stopped by a signal" in json.loads((run.folder / "verdict.json").read_text())["summary"]
+
+
+def test_what_helpers_leave_that_ended_well_is_bounded(supervise):
+    """Of 70 processes that came and went the newest 64 stay, and each that ended badly; whoever reads goes on."""
+    helpers = """
+import subprocess, sys
+bad = "import os; os.kill(os.getpid(), 9)", "import sys; sys.exit(3)", "1 / 0"
+one = lambda code: subprocess.Popen([sys.executable, "-c", code])
+[each.wait() for each in map(one, bad)]
+for _ in range(10): [each.wait() for each in [one("pass") for _ in range(7)]]
+print("all have ended", flush=True), sys.stdin.read()
+"""
+    run = supervise(command=[sys.executable, "-c", helpers], stdin=subprocess.PIPE)
+    processes = run.folder / "processes"
+    run.wait_for(processes.is_dir)
+    follower = RunFollower(run.folder)
+    run.wait_for(lambda: [follower.new()] and "all have" in run.log() and len([*processes.iterdir()]) <= 68)
+    assert (run.end()[0], len([*processes.iterdir()])) == (0, 1 + 3 + 64)
+    told = [event.kind for folder in processes.iterdir() for event in read_events(folder)]
+    assert (sorted(told), follower.problems) == (["exception", "exiting", "exiting"], {})
+    assert judge(collect(run.folder)).family == "ended well"
+    for command in ("report", "explain"):
+        done = subprocess.run([*CLI[:-1], command, str(run.folder)], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")

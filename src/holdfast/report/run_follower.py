@@ -106,6 +106,7 @@ class RunFollower:
         """Return the folders of processes with what these say, oldest first; what they say may change."""
         folder = self._run / PROCESSES_FOLDER
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        self._forgotten &= names  # the supervisor removes those of most workers
         found = []
         for name in sorted(names - self._forgotten):
             info = read_process_file(folder / name / PROCESS_FILE)

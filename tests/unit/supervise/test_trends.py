@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,20 @@ def test_growth_that_ends_is_told(tmp_path: Path) -> None:
     run.train(200, host_bytes=900 * _MIB, grows_bytes=_MIB)
     run.train(1500, host_bytes=1100 * _MIB, grows_bytes=0)
     assert [trend.bytes_per_step > 0 for trend in run.told] == [True, False]
+
+
+def test_a_look_costs_what_is_new_however_long_the_run(tmp_path: Path) -> None:
+    """Neither what is kept nor what is read grows with the steps of a run, and a leak that begins late is told."""
+    run = _Run(tmp_path)
+    for _ in range(12):
+        run.train(3000, host_bytes=500 * _MIB, grows_bytes=0)
+    tracemalloc.start()
+    run.train(100, host_bytes=500 * _MIB, grows_bytes=0)
+    assert tracemalloc.get_traced_memory()[1] < _MIB, "as a whole the ring takes 20 MiB"
+    tracemalloc.stop()
+    for number in range(12):
+        run.train(3000, host_bytes=500 * _MIB + number * 3000 * 8192, grows_bytes=8192)
+    assert [(trend.what, abs(trend.bytes_per_step - 8192) < 100) for trend in run.told] == [("host", True)]
 
 
 def test_healthy_and_damaged_recordings_tell_nothing(tmp_path: Path) -> None:

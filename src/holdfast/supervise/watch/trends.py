@@ -20,22 +20,44 @@ from holdfast.core.text import duration, size
 from holdfast.explain.signatures.leaks import signature_of
 from holdfast.memory.leaks import Growth, Reading, find_growth
 from holdfast.recorder.black_box import EVENTS_FILE
-from holdfast.recorder.following import EventFollower
-from holdfast.recorder.progress import StepSample, read_samples, request_trace
+from holdfast.recorder.following import EventFollower, SampleFollower
+from holdfast.recorder.progress import request_trace
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, read_processes
 
 What = Literal["host", "device"]
 _MOST_READINGS = 2_000  # the slope of a long run needs no more, and the test compares pairs of its windows only
+_MOST_STEPS = 32_768  # of what was before a leak may have begun
 _SURE_AFTER = 1.25  # times the steps at which it was suspected: what still warms up has mostly come to rest by then
 _MOST_SHOWN = 200
 _AGAIN_AFTER = 2.0  # a prediction is emitted again when it has come down to half
 
 
 @dataclass(slots=True)
-class _State:
-    """What was said of one process."""
+class _Readings:
+    """Those of the newest steps, of many each n-th: to read a ring as a whole each time takes 0.5 KiB a step."""
 
-    seen: tuple[int, float] = (0, 0.0)
+    kept: list[tuple[int, Reading]] = field(default_factory=list)  # with the number of the step, as counted here
+    seen: int = 0
+    every: int = 1
+
+    def add(self, found: list[tuple[int, Reading]], newest: int) -> None:
+        kept = self.kept + [each for number, each in enumerate(found, self.seen) if number % self.every == 0]
+        self.seen += len(found)
+        self.kept = [each for each in kept if each[0] > newest - _MOST_STEPS]
+        while len(self.kept) > _MOST_READINGS:
+            self.kept, self.every = self.kept[::2], 2 * self.every
+        if len(self.kept) < _MOST_READINGS // 4:  # steps have become faster, so that fewer of them are read
+            self.every = max(1, self.every // 2)
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known and was said of one process."""
+
+    events: EventFollower
+    samples: SampleFollower
+    steps: int = 0  # that were followed
+    readings: dict[What, _Readings] = field(default_factory=lambda: {"host": _Readings(), "device": _Readings()})
     said: dict[str, float | None] = field(default_factory=dict)  # by what, the minutes that were left
     suspected: dict[str, int] = field(default_factory=dict)  # by what, the step at which it was first seen to grow
     requests: int = 0
@@ -57,7 +79,6 @@ class Trends:
         self._run, self._emit, self._clock, self._available = run, emit, clock, available_bytes
         self._say, self._attempt = say, attempt
         self._states: dict[str, _State] = {}
-        self._followers: dict[str, EventFollower] = {}
         self._printed: set[str] = set()
         self._pause_until = 0.0
 
@@ -69,12 +90,13 @@ class Trends:
         for folder, process in read_processes(self._run):
             if process.role == "trainer" and process.attempt == self._attempt:
                 with suppress(OSError, RunDirectoryError):  # being made, or of a newer holdfast
-                    follower = self._followers.setdefault(folder.name, EventFollower(folder / EVENTS_FILE))
-                    for event in follower.new():
+                    followers = EventFollower(folder / EVENTS_FILE), SampleFollower(folder / SAMPLES_FILE)
+                    state = self._states.setdefault(folder.name, _State(*followers))
+                    for event in state.events.new():
                         if event.kind == "leak":
                             self._say_once(_leak_line(event))
-                    self._look_at(folder, process.pid, self._states.setdefault(folder.name, _State()))
-        # Reading a full ring takes a fifth of a second: at most 1 % of the time is spent on it.
+                    self._look_at(folder, process.pid, state)
+        # A ring that was written around meanwhile takes a fifth of a second: at most 1 % of the time is spent on it.
         self._pause_until = began + 100 * (self._clock() - began)
 
     def _say_once(self, line: str, key: str | None = None) -> None:
@@ -84,20 +106,25 @@ class Trends:
             self._say(line)
 
     def _look_at(self, folder: Path, pid: int, state: _State) -> None:
-        path = folder / SAMPLES_FILE
-        samples = read_samples(path)
-        newest = (samples[-1].step, samples[-1].unix_seconds) if samples else (0, 0.0)
-        if newest == state.seen:
+        samples = state.samples.new(hold_back=False)
+        if not samples:
             return
-        state.seen = newest
-        for what in ("host", "device"):
-            growth = find_growth(_readings(samples, what))
+        first, state.steps = state.steps + 1, state.steps + len(samples)
+        for what, readings in state.readings.items():
+            used = (each.host_bytes if what == "host" else each.device_allocated_bytes for each in samples)
+            found = [
+                (number, Reading(step=each.step, seconds=each.unix_seconds, used_bytes=size))
+                for number, (each, size) in enumerate(zip(samples, used, strict=True), first)
+                if size  # else nothing was read at this step
+            ]
+            readings.add(found, state.steps)
+            growth = find_growth([reading for _, reading in readings.kept])
             if growth is None:
                 state.suspected.pop(what, None)
                 if what in state.said:
                     del state.said[what]
                     self._emit(MemoryTrend(pid=pid, what=what, bytes_per_step=0))
-            elif newest[0] >= _SURE_AFTER * state.suspected.setdefault(what, newest[0]):
+            elif (step := samples[-1].step) >= _SURE_AFTER * state.suspected.setdefault(what, step):
                 self._on_growth(folder, pid, state, what, growth)
 
     def _on_growth(self, folder: Path, pid: int, state: _State, what: What, growth: Growth) -> None:
@@ -126,13 +153,3 @@ class Trends:
 def _leak_line(event: Event) -> str:
     held, at, what = (str(event.data.get(name) or "")[:_MOST_SHOWN] for name in ("held_by", "retained_at", "what"))
     return f"what holds it: {held or what or 'something'}" + (f" at {at.partition(' in ')[0]}" if at else "")
-
-
-def _readings(samples: list[StepSample], what: What) -> list[Reading]:
-    """Return readings, those of steps at which nothing was read left out, and of many each n-th."""
-    found = [
-        Reading(step=sample.step, seconds=sample.unix_seconds, used_bytes=used)
-        for sample in samples
-        if (used := sample.host_bytes if what == "host" else sample.device_allocated_bytes)
-    ]
-    return found[:: len(found) // _MOST_READINGS + 1]

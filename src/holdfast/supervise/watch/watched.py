@@ -1,6 +1,7 @@
 """The processes that a watchdog watches: which are there, which are judged, and for how long each stands still.
 
-Their folders appear in the run directory as they start. Does not: decide what a hang is (``watchdog``).
+Their folders appear in the run directory as they start; of helpers that ended well only the newest stay, since a long
+run has thousands. Does not: decide what a hang is (``watchdog``).
 """
 
 from __future__ import annotations
@@ -13,12 +14,25 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
+from holdfast.core.files import make_folder, remove
+from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Phase, Standing, read_board
-from holdfast.recorder.run_files import BOARD_FILE, PROCESS_FILE, PROCESSES_FOLDER, ProcessInfo, read_process_file
+from holdfast.recorder.reader import read_events
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    FAULTHANDLER_FILE,
+    PROCESS_FILE,
+    PROCESSES_FOLDER,
+    ProcessInfo,
+    read_process_file,
+)  # fmt: skip
 from holdfast.supervise.process_tree import read_process
 from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
 
 _REFRESH_SECONDS = 0.5
+_MOST_ENDED = 64
+_NOTHING_LOGGED = {PROCESS_FILE, BOARD_FILE, FAULTHANDLER_FILE, EVENTS_FILE}
+_GOOD_END = "torch_imported", "exiting"
 _TICK_NS = 1_000_000_000  # file times are as coarse as 10 ms, some file systems' 1 s
 _NAME = re.compile(r"\d{1,20}-\d{1,20}")
 _UNKNOWN = Standing(pid=0, phase=Phase.STARTING, since_seconds=0.0, progress=0, step=0, micro_step=0)
@@ -97,6 +111,23 @@ class Watched:
         """Look closer again only when it has stood still for so long."""
         self._next_age = age
 
+    def is_of_no_use(self) -> bool:
+        """Return whether it has ended well and did not train, as far as it said: no verdict needs what it left."""
+        info = self.info
+        if info.role != "loader worker" and not (info.role == "other" and info.rank is None and info.torch is None):
+            return False
+        with suppress(OSError, ValueError, RunDirectoryError), os.scandir(self.folder) as found:
+            sizes = {each.name: each.stat().st_size for each in found}
+            board = read_board(self.folder / BOARD_FILE)
+            return (
+                board is not None
+                and board.phase is Phase.ENDING  # else it was killed, or left past its interpreter
+                and sizes.keys() <= _NOTHING_LOGGED
+                and not sizes.get(FAULTHANDLER_FILE)
+                and all(each.kind in _GOOD_END and not each.data.get("status") for each in read_events(self.folder))
+            )
+        return False
+
     def is_of_same_group(self, other: Watched) -> bool:
         """Return whether two processes are ranks of one training, and so wait for each other."""
         return self.info.rank is not None and other.info.rank is not None and self.info.world_size != 1
@@ -112,6 +143,7 @@ class WatchedProcesses:
         self.judged: list[Watched] = []
         """Those whose progress counts."""
         self._known: set[str] = set()
+        self._ended: list[Path] = []
         self._changed = 0
         self._ranks: set[tuple[int, int]] = set()
         self._refreshed = float("-inf")
@@ -123,11 +155,21 @@ class WatchedProcesses:
             self.alive += self._new()
             for process in self.alive:
                 process.refresh(now)
+            self._ended += [each.folder for each in self.alive if not each.alive and each.is_of_no_use()]
             self.alive = [process for process in self.alive if process.alive]
+            self._remove_ended()
             self.judged = self._choose()
             self._ranks |= {(each.info.ppid, each.info.rank) for each in self.judged if each.info.rank is not None}
         for process in self.judged:
             process.look(now)
+
+    def _remove_ended(self) -> None:
+        for folder in self._ended[:-_MOST_ENDED]:
+            self._ended.remove(folder)
+            with suppress(OSError):
+                make_folder(self._folder.parent, self._folder.name)  # no link that leads out of the run directory
+                remove(folder)
+                self._known -= set() if folder.exists() else {folder.name}
 
     def _new(self) -> Iterator[Watched]:
         for name in self._new_names():
@@ -140,7 +182,7 @@ class WatchedProcesses:
                 yield Watched(self._folder / name, info, self._limits)
 
     def _new_names(self) -> list[str]:
-        """Return folders that were not there before; a long run has thousands, one for each worker that it had."""
+        """Return folders that were not there before."""
         with suppress(OSError):
             changed = self._folder.stat().st_mtime_ns
             if changed == self._changed:
