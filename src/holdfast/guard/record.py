@@ -93,8 +93,7 @@ class RunRecord:
     def describe(self, settings: Mapping[str, Any]) -> None:
         """Keep what the run is set to, see `write_settings`, and what it was started with."""
         write_settings(self._directory, settings)
-        words = [printable(word) for word in sys.orig_argv]
-        write_json(self._directory / START_FILE, facts_of_start(words, self._clock.unix_seconds()))
+        write_json(self._directory / START_FILE, facts_of_start(sys.orig_argv, self._clock.unix_seconds()))
 
     def close(self, how: End | None = None) -> None:
         """End the recording with how the run ended; None: "finished", unless an error is on its way out."""

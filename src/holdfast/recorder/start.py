@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.control_groups import fields_of
+from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
 from holdfast.core.version import __version__
 
-START_FILE = "start.json"
-"""Of a guard, beside its recording. A supervisor has the same in ``supervised.json``."""
+START_FILE = "start.json"  # beside the recording of a guard
 _VERSIONS_OF = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
 def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
     """Return JSON values, with what looks like a secret in the command hidden; no program is run, some 2 ms."""
     return {
-        "argv": without_secrets(command), "cwd": str(Path.cwd()), "python": sys.executable,
+        "argv": without_secrets(list(map(printable, command))), "cwd": str(Path.cwd()), "python": sys.executable,
         "hostname": socket.gethostname(), "started": started, **_machine(),
         "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
     }  # fmt: skip
@@ -43,10 +43,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Return versions of packages in this environment, which is nearly always the command's.
-
-    By the names of the folders that pip leaves: ``importlib.metadata`` takes ten times as long to import and ask.
-    """
+    """Return versions of packages by the folders that pip leaves: ten times faster than ``importlib.metadata``."""
     found = {}
     for entry in reversed(sys.path):  # the first on the path counts
         with suppress(OSError):

@@ -299,8 +299,7 @@ def _event_traces(placed: Iterable[tuple[EventSeen, str | float, str | float]], 
     """Return marks of events at their x and y, in a trace for each severity, and one for the starts that went on."""
     by_mark: dict[str, list[tuple[EventSeen, str | float, str | float]]] = {name: [] for name in _MARKS}
     for each in placed:
-        event = each[0].event
-        by_mark["resumed" if event.kind == "resumed" else severity(event)].append(each)
+        by_mark["resumed" if each[0].event.kind == "resumed" else severity(each[0].event)].append(each)
     return [
         {
             "type": "scatter", "mode": "markers", "name": name, "legendgroup": name,

@@ -141,13 +141,12 @@ def _processes(
             phase=phase_seen(standing, source.info.role), ended=max(times, default=None),
             spent=standing.spent if standing else (),
         ))  # fmt: skip
-    ends = {each.event.data.get("attempt"): each.event for each in events if each.event.kind == "attempt_ended"}
+    ends = {f"{each.event.kind} {each.event.data.get('attempt')}": each.event.unix_seconds for each in events}
     trainers = [(seen.info.attempt, seen.phase) for seen in found if seen.info and seen.role == "trainer"]
     for number, seen in enumerate(found):  # nobody records when one ends: with its attempt, where all left in order
         attempt = seen.info and seen.info.attempt
-        phases = {phase for each, phase in trainers if each == attempt}
-        if attempt in ends and seen.role == "trainer" and phases == {Phase.ENDING}:
-            found[number] = replace(seen, ended=ends[attempt].unix_seconds)
+        if seen.role == "trainer" and {phase for each, phase in trainers if each == attempt} == {Phase.ENDING}:
+            found[number] = replace(seen, ended=ends.get(f"attempt_ended {attempt}", seen.ended))
     return found
 
 

@@ -26,7 +26,6 @@ COLOURS = {
 }  # fmt: skip
 # What a guard records while it works; its other events may come before a run that goes on says so.
 _SIGNS = frozenset({"resumed", "loop", "checkpoint_saved", "validated", "closed", "left_by_exception"})
-_WENT_BACK = frozenset({"resumed", "rolled_back"})
 
 
 def goodput(run: RunSnapshot) -> dict[str, float]:
@@ -37,14 +36,10 @@ def goodput(run: RunSnapshot) -> dict[str, float]:
             chosen.setdefault(seen.info.attempt, seen)
     found, before = dict.fromkeys(COLOURS, 0.0), None if 0 in chosen else run.began
     again = _shares_again(run, [seen.lane for _, seen in sorted(chosen.items()) if seen.lane is not None])
-    begins, ends = (
-        {each.event.data.get("attempt"): each.event.unix_seconds for each in run.events if each.event.kind == kind}
-        for kind in ("attempt_started", "attempt_ended")
-    )
-    begins |= {} if run.began is None else {0: run.began}
+    times = {f"{each.event.kind} {each.event.data.get('attempt')}": each.event.unix_seconds for each in run.events}
     for attempt, seen in sorted(chosen.items()):
         assert seen.info is not None
-        spent, end = list(seen.spent), ends.get(attempt, seen.ended)
+        spent, end = list(seen.spent), times.get(f"attempt_ended {attempt}", seen.ended)
         lasted = max((end or 0.0) - seen.info.started, sum(spent))
         if seen.phase is not None:  # what it was in when it ended, as long as that took: a hang is in it
             spent[seen.phase] += lasted - sum(spent)
@@ -52,7 +47,8 @@ def goodput(run: RunSnapshot) -> dict[str, float]:
             found[kind] += spent[phase]
         made = seen.spent[Phase.FORWARD_BACKWARD] + seen.spent[Phase.OPTIMIZER]
         found["steps made again"] += made * again.get(seen.label, 0.0)
-        begin = min(begins.get(attempt, seen.info.started), seen.info.started)  # before Python observes itself in it
+        begin = run.began if not attempt and run.began else times.get(f"attempt_started {attempt}", seen.info.started)
+        begin = min(begin, seen.info.started)  # in between, Python starts and does not observe itself yet
         found["start-up"] += seen.info.started - begin
         found["down"] += max(0.0, begin - (before or begin))
         before = seen.info.started + lasted
@@ -88,14 +84,11 @@ def _signs(run: RunSnapshot, lane: Lane) -> list[float]:
 
 
 def _shares_again(run: RunSnapshot, lanes: list[Lane]) -> dict[str, float]:
-    """Return by label which share of their time in steps lanes, the earliest first, made steps that were made before.
-
-    Those are steps whose numbers an earlier start, or the run before it went back, had reached already.
-    """
-    back = sorted(each.event.unix_seconds for each in run.events if each.event.kind in _WENT_BACK)
+    """Return by label which share of their steps lanes, earliest first, made after the run had been further."""
+    back = sorted(each.event.unix_seconds for each in run.events if each.event.kind in ("resumed", "rolled_back"))
     shares, last, before, reached = dict[str, float](), 0.0, 0.0, 0.0
     for lane in lanes:
-        again, total, known = 0.0, 1e-9, -1
+        again, total, known = 0.0, 0.0, -1
         for at, step, count, took in np.transpose([*lane.moments, *lane.made]).tolist():  # count from this one on
             if step < last or bisect_right(back, at) > known:
                 # A script without a guard that counts anew may well have gone on.
@@ -103,5 +96,5 @@ def _shares_again(run: RunSnapshot, lanes: list[Lane]) -> dict[str, float]:
             last, known, reached = step, bisect_right(back, at), max(reached, step + max(count, 1.0) - 1)
             again += took * min(max((before - step + 1) / max(count, 1.0), 0.0), 1.0)
             total += took
-        shares[lane.label] = again / total
+        shares[lane.label] = again / (total or 1.0)
     return shares
