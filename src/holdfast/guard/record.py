@@ -27,8 +27,9 @@ from holdfast.core.raised import describe_exception, printable
 from holdfast.guard.stop import Interrupted
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
-from holdfast.recorder.run_files import write_settings
+from holdfast.recorder.run_files import write_json, write_settings
 from holdfast.recorder.scalars import Scalars
+from holdfast.recorder.start import START_FILE, facts_of_start
 
 _log = logging.getLogger("holdfast")
 _MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user's loop stands
@@ -90,8 +91,9 @@ class RunRecord:
             self.emit(run_events.RecordingMovedAside(what=what))
 
     def describe(self, settings: Mapping[str, Any]) -> None:
-        """Keep what the run is set to; see `write_settings`."""
+        """Keep what the run is set to, see `write_settings`, and what it was started with."""
         write_settings(self._directory, settings)
+        write_json(self._directory / START_FILE, facts_of_start(sys.orig_argv, self._clock.unix_seconds()))
 
     def close(self, how: End | None = None) -> None:
         """End the recording with how the run ended; None: "finished", unless an error is on its way out."""

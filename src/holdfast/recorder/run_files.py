@@ -119,7 +119,7 @@ class Optimizers(dict[str, int]):
 
     def __missing__(self, name: str) -> int:
         self[name] = number = min(len(self) + 1, 255)  # a record has a byte for it
-        _write_json(self._file, list(self))  # without it, it has no name
+        write_json(self._file, list(self))  # without it, it has no name
         return number
 
 
@@ -128,10 +128,11 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     plain = (bool, int, float, str)
     found = {name: list(v) if isinstance(v, (list, tuple)) else [v] for name, v in settings.items() if v is not None}
     sound = {name for name, values in found.items() if all(isinstance(each, plain) for each in values[:16])}
-    _write_json(folder / SETTINGS_FILE, {name: v for name, v in settings.items() if name in sound})
+    write_json(folder / SETTINGS_FILE, {name: v for name, v in settings.items() if name in sound})
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a value, or nothing on a full disk."""
     with suppress(OSError):
         swap_in(path, json.dumps(value).encode())
 

@@ -6,6 +6,7 @@ Does not: find it out. The supervisor, each process and each guard wrote it down
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from itertools import islice
 
@@ -13,13 +14,14 @@ from holdfast.core.text import as_json_value, moment, size
 from holdfast.report.run_snapshot import RunSnapshot
 
 _MACHINE = ("hostname", "cpus", "memory_bytes", "gpus", "gpu_driver", "python")
+_NOT_SET = re.compile(r"^policy\.|\._|\.(initial_lr|base_lrs)$")  # by people, or shown elsewhere
 _MOST = 200  # rows of a group: an optimizer may have many groups of parameters
 Environment = Mapping[str, Mapping[str, str]]
 
 
 def environment(run: RunSnapshot) -> Environment:
     """Return groups of rows; a group without a row is left out."""
-    known = {name: value for name, value in run.supervised.items() if name not in ("format", "argv")}
+    known = {name: value for name, value in run.start.items() if name not in ("format", "argv")}
     for name, shown in (("started", lambda at: f"{moment(at)} UTC"), ("memory_bytes", size)):
         if isinstance(known.get(name), (int, float)):
             known[name] = shown(known[name])
@@ -30,7 +32,7 @@ def environment(run: RunSnapshot) -> Environment:
     groups: dict[str, object] = {
         "command": {"command": run.command, "run directory": str(run.path), **known},
         "machine": machine, "versions": versions, "code (git)": git, "policy, where it is not the usual": policy,
-        "hyperparameters": {name: v for name, v in settings.items() if not name.startswith("policy.")},
+        "hyperparameters": {name: v for name, v in settings.items() if not _NOT_SET.search(name)},
     }  # fmt: skip
     sound = {name: islice(rows.items(), _MOST) for name, rows in groups.items() if isinstance(rows, dict) and rows}
     return {name: {str(key): _shown(value) for key, value in rows} for name, rows in sound.items()}

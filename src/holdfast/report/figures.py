@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.core.text import duration, moment, sanitise
+from holdfast.report.goodput import breaks
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
 from holdfast.report.series import LOGGED, MOST_LOGGED, Numbers, Series
 from holdfast.report.severity import in_words, named, severity
@@ -25,8 +26,9 @@ COLOURS = (
 )  # fmt: skip
 # What a stretch of time was spent on: one colour each, the same in both themes.
 STRETCHES = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
-# How bad an event is, on curves and in the timeline: colour and symbol.
-_SEVERITIES = {"error": ("#d64545", "x"), "warning": ("#e08a1e", "triangle-up"), "info": ("#8c8c8c", "circle")}
+# What an event is, on curves and in the timeline: colour and symbol. The worst is drawn last, above the others.
+_MARKS = {"info": ("#8c8c8c", "circle"), "resumed": ("#4e8fd0", "triangle-right"),
+          "warning": ("#e08a1e", "triangle-up"), "error": ("#d64545", "x")}  # fmt: skip
 # What is no trouble and worth a mark on the curves.
 _MILESTONES = frozenset({"checkpoint_saved", "saved", "resumed", "attempt_started", "validated", "note"})
 # One panel for each, top to bottom: columns, title, unit.
@@ -252,7 +254,9 @@ def _stretch_traces(run: RunSnapshot, rows: list[str]) -> list[Figure]:
     observed = {seen.label for seen in run.processes}
     for lane in run.lanes:
         if lane.label not in observed and lane.begun is not None and lane.ended is not None:
-            bars.append(("training", lane.label, lane.begun, lane.ended, f"to step {lane.last_step}"))
+            gaps, text = breaks(run, lane), f"to step {lane.last_step}"
+            begins, ends = [lane.begun, *(at for _, at in gaps)], [*(at for at, _ in gaps), lane.ended]
+            bars += [("training", lane.label, *its, text) for its in zip(begins, ends, strict=True)]
     by_kind: dict[str, list[tuple[str, float, float, str]]] = {}
     for kind, row, begin, end, text in bars:
         if row in rows:
@@ -292,19 +296,19 @@ def _stretches(seen: ProcessSnapshot) -> list[tuple[str, str, float, float, str]
 
 
 def _event_traces(placed: Iterable[tuple[EventSeen, str | float, str | float]], **drawn: Any) -> list[Figure]:
-    """Return marks of events at their x and y, in a trace for each severity."""
-    by_severity: dict[str, list[tuple[EventSeen, str | float, str | float]]] = {name: [] for name in _SEVERITIES}
+    """Return marks of events at their x and y, in a trace for each severity, and one for the starts that went on."""
+    by_mark: dict[str, list[tuple[EventSeen, str | float, str | float]]] = {name: [] for name in _MARKS}
     for each in placed:
-        by_severity[severity(each[0].event)].append(each)
+        by_mark["resumed" if each[0].event.kind == "resumed" else severity(each[0].event)].append(each)
     return [
         {
             "type": "scatter", "mode": "markers", "name": name, "legendgroup": name,
             "x": [x for _, x, _ in group], "y": [y for *_, y in group],
-            "marker": {"symbol": _SEVERITIES[name][1], "size": 10, "color": _SEVERITIES[name][0]},
+            "marker": {"symbol": _MARKS[name][1], "size": 10, "color": _MARKS[name][0]},
             "hovertext": [label(f"{at.source}, {named(at.event)}: {in_words(at.event)}", 300) for at, *_ in group],
             "hovertemplate": "%{hovertext}<extra></extra>", **drawn,
         }
-        for name, group in by_severity.items() if group
+        for name, group in by_mark.items() if group
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from holdfast.core.files import opened
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.history import NAMES, read_history
-from holdfast.recorder.progress import Standing, read_board
+from holdfast.recorder.progress import Phase, Standing, read_board
 from holdfast.recorder.reader import not_recorded_any_more
 from holdfast.recorder.ring import read_ring
 from holdfast.recorder.run_files import (
@@ -37,6 +38,7 @@ from holdfast.recorder.run_files import (
     read_optimizers,
 )
 from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
+from holdfast.recorder.start import START_FILE
 from holdfast.report import series
 from holdfast.report.images import read_images
 from holdfast.report.run_follower import RunFollower
@@ -93,19 +95,22 @@ def gather(run: Path) -> RunSnapshot:
         if seen.event.kind == "validated" and isinstance(value, float):
             scalar = Scalar(f"validation {name}", value, seen.event.global_step, None, seen.event.unix_seconds)
             reading.validated.setdefault(seen.source, []).append(scalar)
+    start = supervised
     for source in (*sources, *guards):
         reading.settings |= read_json(source.directory / SETTINGS_FILE)
+        start = start or read_json(source.directory / START_FILE)
     lanes: list[Lane] = []
     processes = _processes(sources, events, reading, lanes)
     lanes += _guard_lanes(guards, lanes, reading)
+    resumed = Counter(seen.source for seen in events if seen.event.kind == "resumed")
     of_guards = {source.directory.parent.parent for source in guards}
     stores = {run, *of_guards}
     kept, left_out = _bounded(events)
     if len(lanes) > _MOST_LANES:
         reading.problems.append(f"curves of the newest {_MOST_LANES} of {len(lanes)} training processes are drawn")
     return RunSnapshot(
-        path=run, supervised=supervised, settings=reading.settings,
-        attempt=max((source.attempt for source in sources), default=0),
+        path=run, supervised=supervised, start=start, settings=reading.settings,
+        attempt=max([source.attempt for source in sources] if supervised else resumed.values(), default=0),
         verdict=verdict_of(run, reading.problems), lanes=tuple(lanes[-_MOST_LANES:]), processes=tuple(processes),
         events=tuple(kept), left_out_events=left_out,
         checkpoints=tuple(each for store in sorted(stores) for each in reading.listed(_checkpoints, store)),
@@ -121,9 +126,7 @@ def _processes(
 ) -> list[ProcessSnapshot]:
     """Return the observed processes; what they trained is added to `lanes`."""
     observed = [source for source in sources if source.info is not None]
-    last: dict[str, float] = {}
-    for seen in events:
-        last[seen.source] = seen.event.unix_seconds
+    last = {each.source: each.event.unix_seconds for each in events}
     most = max(_FEWEST_POINTS, min(series.MOST_POINTS, _MOST_POINTS_IN_ALL // max(len(observed), 1)))
     found = []
     for source in observed:
@@ -138,6 +141,12 @@ def _processes(
             phase=phase_seen(standing, source.info.role), ended=max(times, default=None),
             spent=standing.spent if standing else (),
         ))  # fmt: skip
+    ends = {f"{each.event.kind} {each.event.data.get('attempt')}": each.event.unix_seconds for each in events}
+    trainers = [(seen.info.attempt, seen.phase) for seen in found if seen.info and seen.role == "trainer"]
+    for number, seen in enumerate(found):  # nobody records when one ends: with its attempt, where all left in order
+        attempt = seen.info and seen.info.attempt
+        if seen.role == "trainer" and {phase for each, phase in trainers if each == attempt} == {Phase.ENDING}:
+            found[number] = replace(seen, ended=ends.get(f"attempt_ended {attempt}", seen.ended))
     return found
 
 
@@ -154,7 +163,8 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOS
     rows, names = series.thinned(old, ring, most), read_optimizers(source.directory)
     whole = np.concatenate([old, ring])
     moments = whole["time"] / 1e9, whole["step"].astype(np.float64)
-    took = np.clip(whole["mean"], 0.0, _LONGEST_STEP) * whole["finite"]
+    counts, means = (whole[name][:, NAMES.index("seconds")].astype(np.float64) for name in ("finite", "mean"))
+    took = np.clip(means, 0.0, _LONGEST_STEP) * counts if source.kind == "guard" else counts
     found = {"": series.columns(rows) | _logged(source, moments, most, reading)}
     for number, name in enumerate(names if len(names) > 1 else [], start=1):
         its = series.columns(rows[rows["optimizer"] == number])
@@ -167,8 +177,7 @@ def _lanes(source: Source, path: Path, reading: _Reading, most: int = series.MOS
     last, ended = int(ring["step"][-1]), int(ring["time"][-1]) / 1e9
     main = Lane(
         label=source.label, last_step=last, begun=begun, ended=ended, columns=found.pop(""),
-        moments=moments, rank=source.rank,
-        spent=float(took[:, NAMES.index("seconds")].sum()) if source.kind == "guard" else 0.0,
+        moments=moments, rank=source.rank, made=(counts, took), of_guard=source.kind == "guard",
     )  # fmt: skip
     return [main, *(
         replace(main, label=f"{source.label}, {name}", optimizer=name, begun=None, columns=its)

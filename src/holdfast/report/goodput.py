@@ -7,6 +7,7 @@ observed, that of a guard, as far back as its recording goes.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 
 import numpy as np
 
@@ -33,47 +34,67 @@ def goodput(run: RunSnapshot) -> dict[str, float]:
     for seen in sorted(run.processes, key=lambda seen: (seen.info and seen.info.rank) or 0):
         if seen.info is not None and seen.role == "trainer" and any(seen.spent):
             chosen.setdefault(seen.info.attempt, seen)
-    found, within, last = dict.fromkeys(COLOURS, 0.0), 0.0, 0.0
-    ends = {each.event.data.get("attempt"): each.event for each in run.events if each.event.kind == "attempt_ended"}
+    found, before = dict.fromkeys(COLOURS, 0.0), None if 0 in chosen else run.began
+    again = _shares_again(run, [seen.lane for _, seen in sorted(chosen.items()) if seen.lane is not None])
+    times = {f"{each.event.kind} {each.event.data.get('attempt')}": each.event.unix_seconds for each in run.events}
     for attempt, seen in sorted(chosen.items()):
         assert seen.info is not None
-        spent, end = list(seen.spent), ends[attempt].unix_seconds if attempt in ends else seen.ended
+        spent, end = list(seen.spent), times.get(f"attempt_ended {attempt}", seen.ended)
         lasted = max((end or 0.0) - seen.info.started, sum(spent))
         if seen.phase is not None:  # what it was in when it ended, as long as that took: a hang is in it
             spent[seen.phase] += lasted - sum(spent)
         for phase, kind in _KINDS.items():
             found[kind] += spent[phase]
-        within, last = within + lasted, max(last, seen.info.started + lasted)
+        made = seen.spent[Phase.FORWARD_BACKWARD] + seen.spent[Phase.OPTIMIZER]
+        found["steps made again"] += made * again.get(seen.label, 0.0)
+        begin = run.began if not attempt and run.began else times.get(f"attempt_started {attempt}", seen.info.started)
+        begin = min(begin, seen.info.started)  # in between, Python starts and does not observe itself yet
+        found["start-up"] += seen.info.started - begin
+        found["down"] += max(0.0, begin - (before or begin))
+        before = seen.info.started + lasted
     if not found["steps"]:
         return _of_guard(run)
-    found["down"] = max(0.0, last - run.began - within) if run.began is not None else 0.0
-    again = min(_again([seen.lane for seen in chosen.values() if seen.lane is not None]), found["steps"])
-    found["steps"], found["steps made again"] = found["steps"] - again, again
+    found["steps"] -= found["steps made again"]
     return {kind: seconds for kind, seconds in found.items() if seconds > 0}
 
 
 def _of_guard(run: RunSnapshot) -> dict[str, float]:
     """Return the same of a guard, which knows its steps, and when it went on after another process had gone."""
-    lane = next((lane for lane in run.lanes if lane.spent and lane.begun and not lane.rank), None)
+    lane = next((lane for lane in run.lanes if lane.of_guard and lane.begun and not lane.rank), None)
     if lane is None:
         return {}
-    events = [(each.event.unix_seconds, each.event.kind) for each in run.events if each.event.kind in _SIGNS]
-    signs = np.unique([lane.begun, *lane.moments[0], *(at for at, _ in events)])
-    before = {float(at): float(at - last) for last, at in itertools.pairwise(signs)}
-    down = sum(before.get(at, 0.0) for at, kind in events if kind == "resumed")
-    worked = max(float(signs[-1] - signs[0]) - down, lane.spent)
-    again = lane.spent * min(1.0, _again([lane]) / worked)
-    rest = {"steps made again": again, "between steps": worked - lane.spent, "down": down}
-    return {"steps": lane.spent - again} | {kind: seconds for kind, seconds in rest.items() if seconds > 0}
+    signs, spent = _signs(run, lane), float(lane.made[1].sum())
+    down = sum(end - begin for begin, end in breaks(run, lane))
+    worked = max(signs[-1] - signs[0] - down, spent)
+    again = spent * _shares_again(run, [lane])[lane.label]
+    rest = {"steps made again": again, "between steps": worked - spent, "down": down}
+    return {"steps": spent - again} | {kind: seconds for kind, seconds in rest.items() if seconds > 0}
 
 
-def _again(lanes: list[Lane]) -> float:
-    """Return how long steps took that were made again later, since the run went back."""
-    lanes = sorted(lanes, key=lambda lane: lane.begun or 0.0)
-    times, steps = (np.concatenate([np.array([]), *(lane.moments[place] for lane in lanes)]) for place in (0, 1))
-    seconds = 0.0
-    for at in np.flatnonzero(np.diff(steps) < 0):
-        if steps[at + 1] > 1:  # else a script without a guard began to count anew, and may well have gone on
-            before = np.flatnonzero(steps[: at + 1] < steps[at + 1])
-            seconds += float(times[at] - times[before[-1]]) if len(before) else 0.0
-    return seconds
+def breaks(run: RunSnapshot, lane: Lane) -> list[tuple[float, float]]:
+    """Return when nothing trained a guard's run: from the last sign of a process until the next has resumed."""
+    resumed = {each.event.unix_seconds for each in run.events if each.event.kind == "resumed"}
+    return [(last, at) for last, at in itertools.pairwise(_signs(run, lane)) if at in resumed]
+
+
+def _signs(run: RunSnapshot, lane: Lane) -> list[float]:
+    """Return when a guard is known to have worked."""
+    own = (each.event for each in run.events if each.source == lane.label and each.event.kind in _SIGNS)
+    return sorted({lane.begun or 0.0, *lane.moments[0].tolist(), *(each.unix_seconds for each in own)})
+
+
+def _shares_again(run: RunSnapshot, lanes: list[Lane]) -> dict[str, float]:
+    """Return by label which share of their steps lanes, earliest first, made after the run had been further."""
+    back = sorted(each.event.unix_seconds for each in run.events if each.event.kind in ("resumed", "rolled_back"))
+    shares, last, before, reached = dict[str, float](), 0.0, 0.0, 0.0
+    for lane in lanes:
+        again, total, known = 0.0, 0.0, -1
+        for at, step, count, took in np.transpose([*lane.moments, *lane.made]).tolist():  # count from this one on
+            if step < last or bisect_right(back, at) > known:
+                # A script without a guard that counts anew may well have gone on.
+                before = reached = reached if step > 1 or run.guards else 0.0
+            last, known, reached = step, bisect_right(back, at), max(reached, step + max(count, 1.0) - 1)
+            again += took * min(max((before - step + 1) / max(count, 1.0), 0.0), 1.0)
+            total += took
+        shares[lane.label] = again / (total or 1.0)
+    return shares

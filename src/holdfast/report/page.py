@@ -47,7 +47,7 @@ def facts_of_run(run: RunSnapshot) -> dict[str, str]:
         facts["checkpoints"] = str(sum(each.status == "complete" for each in run.checkpoints))
     facts |= _pace(run)
     if spent := goodput(run):
-        facts["time that made steps"] = f"{spent['steps'] / sum(spent.values()):.1%}"
+        facts["goodput"] = f"{spent['steps'] / sum(spent.values()):.1%}"
     for title, name in (("peak host memory", "host_bytes"), ("peak device memory", "device_peak_bytes")):
         peaks = [lane.columns[name].finite.max(initial=0) for lane in run.lanes if name in lane.columns]
         if peaks:

@@ -21,7 +21,7 @@ from holdfast.report.sources import EventSeen
 
 if TYPE_CHECKING:  # numpy takes a tenth of a second
     from holdfast.report.images import ImageSeen
-    from holdfast.report.series import Moments, Series
+    from holdfast.report.series import Moments, Numbers, Series
 
 State = Literal["running", "waits to restart", "ended"]
 
@@ -39,8 +39,8 @@ class Lane:
 
     `begun` is the end of the first step that is recorded, less its duration; None of one of several optimizers, and
     of who only logged numbers.
-    `moments`: times, and the steps made until then. `spent`: of a guard, seconds in steps. `rank` and `optimizer` are
-    None and empty where there is one.
+    `moments`: times, and the steps made until then; `made`: how many these are, and their seconds, of an observed
+    process their number. `rank` and `optimizer` are None and empty where there is one.
     """
 
     label: str
@@ -49,7 +49,8 @@ class Lane:
     ended: float | None = None
     columns: Mapping[str, Series]
     moments: Moments
-    spent: float = 0.0
+    made: tuple[Numbers, ...] = ()
+    of_guard: bool = False
     rank: int | None = None
     optimizer: str = ""
 
@@ -100,17 +101,19 @@ class CheckpointSeen:
 class RunSnapshot:
     """What is known of a run; without `supervised.json` it is one of a plain guard.
 
-    `settings`, of the page only: see `write_settings`. `processes`: the page's by their start, `watch`'s of the
-    newest attempt with trainers first. `events`, oldest first: of a frequent kind the page has the first and the last
-    (`left_out_events` counts the others), `watch` the newest. `outlook`, of `watch` only: how far it is. `scalars`:
-    `watch`'s newest of each name logged lately, newest last. `guards`: directories of guards that its processes
-    opened, of `watch` with links resolved and without its own. `news`: what each source has recorded since the look
-    before. `stacks`: name and text. `problems`: what could not be read, one sentence each. `now` and `newest` (what
-    was recorded last) are Unix times.
+    `start`, of the page only, is what that says, or what the guard says. `settings`, of the page only: see
+    `write_settings`. `processes`: the page's by their start, `watch`'s of the newest attempt with trainers first.
+    `events`, oldest first: of a frequent kind the page has the first and the last (`left_out_events` counts the
+    others), `watch` the newest. `outlook`, of `watch` only: how far it is. `scalars`: `watch`'s newest of each name
+    logged lately, newest last. `guards`: directories of guards that its processes opened, of `watch` with links
+    resolved and without its own. `news`: what each source has recorded since the look before. `stacks`: name and
+    text. `problems`: what could not be read, one sentence each. `now` and `newest` (what was recorded last) are Unix
+    times.
     """
 
     path: Path
     supervised: Mapping[str, Any] = field(default_factory=dict)
+    start: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     state: State = "ended"
     attempt: int = 0
@@ -141,7 +144,7 @@ class RunSnapshot:
     @property
     def command(self) -> str:
         """Return what was started, or an empty text."""
-        argv = self.supervised.get("argv")
+        argv = (self.start or self.supervised).get("argv")
         return " ".join(without_secrets(list(map(str, argv)))) if isinstance(argv, list) else ""
 
     @property

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.unit.report.made_runs import BEGAN, GONE, VERDICT, add_process, happened, make_run, sample, write_events
 from typer.testing import CliRunner
 
+import holdfast
 from holdfast.cli.main import make_app
+from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.run_files import write_settings
 from holdfast.report.comparing import Comparison
 from holdfast.report.environment import environment
+from holdfast.report.figures import figures
 from holdfast.report.gathering import gather
 from holdfast.report.goodput import goodput
 
@@ -81,30 +86,46 @@ def test_of_long_commands_the_arguments_that_differ_are_shown_and_rates_as_they_
         "command: lr.x": ["", "1"],
         "command: -n": ["", "-1 2"],
         "hyperparameters: AdamW 1.0.lr": ["0.1", "0.001 (the largest seen)"],
-        "hyperparameters: AdamW 1.0.initial_lr": ["0.1", ""],
     }
     assert "--learning_rate" in compared(*runs, "--out", out).stdout
     assert "S3cr" not in out.read_text()
 
 
-def test_a_guard_alone_has_its_pace_and_its_goodput(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that a restart made again, and the gap before it, are no progress; a script's saves are not counted."""
-    script, folder, at = make_run(tmp_path / "script"), tmp_path / "guard" / "recorder" / "rank0", [0.0]
+def guarded(run: Path, monkeypatch: pytest.MonkeyPatch, steps: Iterable[tuple[float, int]], *events: Event) -> Path:
+    """Write what a guard records of steps of 0.5 s at their times; return its run directory."""
+    at, box = [0.0], BlackBox(run / "recorder" / "rank0")
     monkeypatch.setattr("holdfast.recorder.ring.time_ns", lambda: round((BEGAN + at[0]) * 1e9))
-    box = BlackBox(folder)
-    for number in [*range(1, 11), *range(66, 76)]:
-        at[0], step = number, number if number <= 10 else number - 60
+    for at[0], step in steps:
         box.step(StepMark.COMMITTED, step, 8, 1.0, 0.5, seconds=0.5)
     box.close()
-    ended = happened("epoch_ended", 10, 10, epochs=1, steps=10, batches=20, batch_size=4)
-    write_events(folder, ended, happened("resumed", 65, 5), happened("closed", 76, 15, how="finished"))
-    facts = json.loads(compared(folder.parents[1], script, "--json", "--out", tmp_path / "p.html").stdout)["facts"]
-    again = 10 * 5 / 20.5  # from 0.5 to 76 s, of which 55 s down, 10 s in steps
-    expected = {"steps": 10 - again, "steps made again": again, "between steps": 10.5, "down": 55}
-    assert goodput(gather(folder.parents[1])) == pytest.approx(expected)
-    assert facts["time that made steps"][0] == f"{(10 - again) / 75.5:.1%}"
+    write_events(run / "recorder" / "rank0", *events)
+    return run
+
+
+def test_a_guard_alone_has_its_pace_and_its_goodput(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that were made before and gaps before restarts are no progress; a script's saves are not counted."""
+    steps = [*zip(range(1, 11), range(1, 11), strict=True), (66, 6), (67, 7)]
+    steps += [(100 + number, 7 + number) for number in range(9)]  # killed at the step after a save, at 6
+    events = [happened("epoch_ended", 10, 10, epochs=1, steps=10, batches=20, batch_size=4), happened("closed", 109)]
+    events += [happened("resumed", 65, 5), happened("resumed", 99, 6)]
+    run = guarded(tmp_path / "guard", monkeypatch, steps, *events)
+    done = compared(run, make_run(tmp_path / "script"), "--json", "--out", tmp_path / "p.html")
+    facts = json.loads(done.stdout)["facts"]
+    # From 0.5 to 109 s, of which 55 and 32 s down, 10.5 s in steps: 15 steps, and 6, 7 and 7 to 10 once more.
+    assert goodput(gather(run)) == {"steps": 7.5, "steps made again": 3.0, "between steps": 11.0, "down": 87.0}
+    assert facts["goodput"][0] == f"{7.5 / 108.5:.1%}"
     assert (facts["steps a second"], facts["samples a second"]) == (["1", "10"], ["8", ""])
-    assert facts["checkpoints"] == ["0", ""]
+    assert (facts["checkpoints"], facts["attempts"]) == (["0", ""], ["3", "1"])
+    drawn = {trace["name"]: trace for trace in figures(gather(run))["timeline"]["data"]}
+    assert [round(length / 1000, 1) for length in drawn["training"]["x"]] == [9.5, 2.0, 9.0]
+    assert len(drawn["resumed"]["x"]) == 2
+
+
+def test_of_a_long_run_the_steps_made_again_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring holds the newest 32,768 steps; of those before, 64 are one row."""
+    steps = [(0.6 * number, number - 970 * (number > 1000)) for number in range(1, 40_000)]
+    run = guarded(tmp_path, monkeypatch, steps, happened("resumed", 600.3, 30))
+    assert goodput(gather(run))["steps made again"] == pytest.approx(0.5 * 970)
 
 
 def test_attempts_are_one_curve_of_the_first_rank(tmp_path: Path) -> None:
@@ -141,6 +162,29 @@ def test_the_environment_is_in_groups(tmp_path: Path) -> None:
     assert found["machine"]["hostname"]
 
 
+def test_a_guard_says_what_it_was_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command without secrets, machine, versions, and the class of the optimizer; nothing private, no rate twice."""
+    monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--api-key", "S3cr", "--lr", "0.1"])
+    optimizer = torch.optim.SGD((model := torch.nn.Linear(2, 1)).parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    with holdfast.Guard(tmp_path / "g", model=model, optimizer=optimizer, scheduler=scheduler) as guard:
+        guard.step(torch.ones(4, 2), lambda x: model(x).sum())
+    found = environment(run := gather(tmp_path / "g"))
+    assert (run.command, "torch" in found["versions"]) == ("python train.py --api-key *** --lr 0.1", True)
+    hyperparameters = found["hyperparameters"].items()
+    assert ("optimizer", "SGD") in hyperparameters
+    assert [name for name, value in hyperparameters if value == "0.1" or "._" in name] == ["optimizer.0.lr"]
+
+
+def test_a_trainer_that_left_in_order_ends_with_its_attempt(tmp_path: Path) -> None:
+    """The interpreter leaves after the last event: that time is in the timeline, as it is in the goodput."""
+    run = make_run(tmp_path, steps=10)
+    add_process(run, [sample(1)], pid=GONE, phase=Phase.ENDING)
+    write_events(run / "supervisor", happened("attempt_ended", 20, attempt=0, status=0))
+    drawn = {trace["name"]: trace for trace in figures(gather(run))["timeline"]["data"]}
+    assert drawn["ending"]["x"] == [pytest.approx(1000 * (20 - 6))]
+
+
 def test_goodput_is_the_time_of_phases_without_what_was_lost(tmp_path: Path) -> None:
     """Steps that a later attempt made again, a hang at the end and the time between attempts are not steps."""
     run = gather(two_runs(tmp_path)[1])
@@ -150,9 +194,10 @@ def test_goodput_is_the_time_of_phases_without_what_was_lost(tmp_path: Path) -> 
     waits = replace(first, spent=times, phase=Phase.DATA_WAIT)
     seen = replace(run, processes=(waits, replace(second, spent=times, phase=None)))
     found = goodput(seen)
-    # The first attempt lasted from 1 to 31 s, 5 s more than its phases say; the second 25 s from 70 s on.
+    # The first attempt lasted from 1 to 31 s, 5 s more than its phases say; the second 25 s from 70 s on: 15 s in 200
+    # steps, 50 of them made again. The supervisor began 1 s before the first.
     expected = {
-        "steps": 25.0, "steps made again": 5.0, "waiting for data": 15.0, "saves": 2.0, "start-up": 8.0, "down": 40.0,
+        "steps": 26.25, "steps made again": 3.75, "waiting for data": 15, "saves": 2, "start-up": 9, "down": 39
     }  # fmt: skip
     assert found == pytest.approx(expected, abs=0.11)
     assert goodput(replace(run, processes=())) == {}

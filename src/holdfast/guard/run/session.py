@@ -119,7 +119,8 @@ class Session:
         """Keep what this run is set to, beside its recording: what is otherwise than usual, and the optimizers."""
         own = {f"policy.{each.name}": getattr(self.policy, each.name) for each in fields(self.policy)}
         usual = {f"policy.{each.name}": each.default for each in fields(self.policy)}
-        found = {name: value for name, value in own.items() if value != usual[name]} | self._settings
+        classes = {name: type(each).__name__ for name, each in self.parts.optimizers.items()}
+        found = {name: value for name, value in own.items() if value != usual[name]} | classes | self._settings
         size = None if self.cursor is None else self.cursor.batch_size
         self.record.describe(found if size is None else {**found, "batch_size": size})
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import platform
 import re
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,15 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.control_groups import fields_of
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.files import make_folder, make_run_directory, read_file
 from holdfast.core.lock import FileLock, LockHeldError
-from holdfast.core.secrets import without_secrets
-from holdfast.core.version import __version__
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import LOST_FILE, SUPERVISED_FILE, SUPERVISOR_FOLDER, read_processes
+from holdfast.recorder.start import facts_of_start
 
 FORMAT = 1
 _RUNS, _LAST = "runs", "last"
@@ -33,7 +28,6 @@ _RUNS, _LAST = "runs", "last"
 _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch",
         "--untracked-files=no")  # fmt: skip
 _GIT_SECONDS, _LAST_SECONDS, _MOST_CHANGED = 60.0, 1.0, 20
-_VERSIONS_OF = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
 def choose_folder(command: Sequence[str], started: float, folder: Path = Path(_RUNS)) -> Path:
@@ -106,11 +100,7 @@ class RunFolder:
 
     def describe(self, command: Sequence[str], started: float) -> None:
         """Write what is known before the start (H722)."""
-        facts = {
-            "format": FORMAT, "argv": without_secrets(command), "cwd": str(Path.cwd()), "python": sys.executable,
-            "hostname": socket.gethostname(), "started": started, "supervisor_pid": os.getpid(), **_machine(),
-            "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
-        }  # fmt: skip
+        facts = {"format": FORMAT, **facts_of_start(command, started), "supervisor_pid": os.getpid()}
         try:
             (self.supervisor / LOST_FILE).unlink(missing_ok=True)
             replace_file(self._file, json.dumps(facts, indent=1).encode())
@@ -152,30 +142,3 @@ class RunFolder:
         if self._looking is not None:
             self._looking.join(_LAST_SECONDS)  # of a command that took no longer than git
         self._lock.release()
-
-
-def _machine() -> dict[str, Any]:
-    """Return what the machine is, from files of the kernel: a program of the driver's takes a second."""
-    found: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0))}
-    with suppress(OSError, ValueError, IndexError):
-        found["memory_bytes"] = 1024 * fields_of(Path("/proc/meminfo"))["MemTotal"]
-        driver = Path("/proc/driver/nvidia")
-        texts = [each.read_text() for each in sorted(driver.glob("gpus/*/information"))]
-        found["gpus"] = [model[1] for text in texts if (model := re.search(r"Model:\s*(.*)", text))]
-        found["gpu_driver"] = (driver / "version").read_text().split("Module", 1)[1].split()[0]
-    return found
-
-
-def _versions() -> dict[str, str]:
-    """Return versions of packages in this environment, which is nearly always the command's.
-
-    By the names of the folders that pip leaves: ``importlib.metadata`` takes ten times as long to import and ask.
-    """
-    found = {}
-    for entry in reversed(sys.path):  # the first on the path counts
-        with suppress(OSError):
-            for each in os.listdir(entry):  # noqa: PTH208 - of hundreds
-                name, _, version = each.removesuffix(".dist-info").partition("-")
-                if name in _VERSIONS_OF and each.endswith(".dist-info"):
-                    found[name] = version
-    return found
