@@ -162,6 +162,7 @@ def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
     assert second.process.returncode != 0
     assert f"process {run.process.pid}" in output
     assert "[H301]" in output
+    assert output.count("Traceback") == 1
     run.send(signal.SIGSTOP)
     workers = [
         int(child) for child in Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()

@@ -320,6 +320,8 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
     try:
         _write_tensors(temporary, tensors)
         temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error  # not the temporary one
     finally:
         temporary.unlink(missing_ok=True)
 

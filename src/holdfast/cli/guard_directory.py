@@ -16,7 +16,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.checkpoint.newest import nothing_verifies
 from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json, working
@@ -24,6 +23,7 @@ from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.text import moment, sanitise, size
 from holdfast.explain.runs.recordings import open_recordings
 from holdfast.guard.directory import RunDirectory
+from holdfast.guard.saving.best import best_in
 from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, last_line, plain
 
 _RunDir = Annotated[Path, typer.Argument(help="Directory that was given to Guard.")]
@@ -33,26 +33,28 @@ def checkpoints(
     run_dir: _RunDir,
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte of every checkpoint.")] = False,
     export: Annotated[
-        Path | None, typer.Option(help="Write the weights of the newest one that verifies to this safetensors file.")
+        Path | None, typer.Option(help="Write the newest weights (of RUN/best/NAME the best) to a safetensors file.")
     ] = None,
     export_averaged: Annotated[Path | None, typer.Option(help="Write its averaged weights to this one.")] = None,
+    step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a run, newest first; with --verify check them; with --export take the weights out."""
     with failing_clearly(as_json=as_json):
         store = store_of(run_dir)
         entries = store.entries()
+        if step is not None and export is export_averaged is None:
+            raise PolicyError("--step without --export", limit="nothing is written", fix="add --export.", rule="H105")
         for path, averaged in ((export, False), (export_averaged, True)):
             if path is not None:
                 from holdfast.checkpoint import saver  # loads torch
 
                 with working(f"writing {path}"):
-                    if (newest := store.newest_good()) is None:
-                        raise nothing_verifies(store.directory, 0, "there is none")
-                    saver.export(newest, path, averaged=averaged)
+                    entry = _to_export(store, best_in(run_dir) if step is None else step)
+                    saver.export(entry, path, averaged=averaged)
                 if not as_json:
-                    what = "the averaged weights" if averaged else "the weights"
-                    console().print(f"wrote {path}: {what} of {newest.path.name}", markup=False)
+                    what = "averaged weights" if averaged else "weights"
+                    console().print(f"wrote {path}: the {what} of {entry.path.name}", markup=False)
         described = []
         with working("reading") as say:
             for number, entry in enumerate(entries, 1):
@@ -61,12 +63,27 @@ def checkpoints(
         # A run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
         rows += [_checkpoint_row(entry, verify=False, status="damaged, moved aside") for entry in store.damaged()]
+        if (best := best_in(run_dir)) is not None:
+            rows = [{**row, "best": row["global_step"] == best} for row in rows]
     if as_json:
         print_json({"run_dir": str(run_dir), "checkpoints": rows})
     else:
         _print_checkpoints(rows)
     if any(row["status"].startswith(("damaged:", "cannot be read now")) for row in rows):
         raise typer.Exit(CHECK_FAILED)
+
+
+def _to_export(store: Store, step: int | None) -> Entry:
+    """Return the checkpoint of a step, or the newest; it verifies."""
+    steps = {each.global_step: each for each in reversed(store.entries())}
+    if step in steps:
+        steps[step].verify()
+    found = store.newest_good() if step is None else steps.get(step)
+    if found is None:
+        which = "" if step is None else f" of step {step}" if step != -1 else " that its best.json calls the best"
+        what, there = f"{store.directory} has no checkpoint{which}", ", ".join(map(str, steps))
+        raise PolicyError(what, limit=f"steps there: {there or 'none'}", fix="name another, by --step.", rule="H105")
+    return found
 
 
 def store_of(run_dir: Path) -> Store:
@@ -107,7 +124,8 @@ def _print_checkpoints(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         written = size(row["size_bytes"]) if "size_bytes" in row else "?"
         saved = row.get("saved", "?").removesuffix("+00:00").replace("T", " ")
-        cells = (row["name"], str(row["global_step"]), written, saved, row["status"])
+        status = row["status"] + ", the best" * row.get("best", False)
+        cells = (row["name"], str(row["global_step"]), written, saved, status)
         table.add_row(*(Text(sanitise(cell)) for cell in cells))
     if rows:
         console().print(table)

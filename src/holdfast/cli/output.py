@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from holdfast.core.errors import HoldfastError
+from holdfast.core.errors import HoldfastError, PolicyError
 
 CHECK_FAILED = 1
 ERROR = 2
@@ -89,13 +89,16 @@ def failing_clearly(*, as_json: bool) -> Iterator[None]:
 def print_error(error: Exception, *, as_json: bool) -> None:
     """Print an error: as JSON on stdout or as text on stderr."""
     facts = {"rule": None, "what": str(error), "limit": None, "fix": None}
+    if isinstance(error, OSError):
+        error = PolicyError(str(error), limit="the system refuses it", fix="correct it or pass another.", rule="H704")
     if isinstance(error, HoldfastError):
         facts = {name: getattr(error, name) for name in facts}
     elif hasattr(error, "format_message"):  # wrong use, as typer finds it
         context = getattr(error, "ctx", None)
-        fix = f"`{context.command_path if context else 'holdfast'} --help` says what it takes."
-        facts |= {"what": error.format_message(), "fix": fix}
-    elif not isinstance(error, OSError):
+        path, usage = (context.command_path, context.get_usage()) if context else ("holdfast", "holdfast COMMAND")
+        limit, fix = " ".join(usage.split()).removeprefix("Usage: "), f"`{path} --help` says what it takes."
+        facts = {"rule": "H105", "what": error.format_message(), "limit": f"it is used as `{limit}`", "fix": fix}
+    else:
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
         facts |= {"what": what, "fix": "this should have been a clear message: please report it."}

@@ -132,7 +132,7 @@ class RunDirectory:
         try:
             self._lock.acquire()
         except LockHeldError as error:
-            raise self._locked(error.holder) from error
+            raise self._locked(error.holder) from None
         except OSError as error:  # a directory lies there, or files may not be made any more
             raise self._unusable(error) from error
 
@@ -158,7 +158,7 @@ class RunDirectory:
         try:
             self._lock.hold()
         except LockHeldError as error:
-            raise self._locked(error.holder) from error
+            raise self._locked(error.holder) from None
 
     def release(self) -> None:
         """Give the lock back. Without effect if it is not held."""

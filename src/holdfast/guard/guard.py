@@ -347,10 +347,9 @@ class Guard:
         """
         self._session.check_averages()
         number, self._session.validated = float(value), True
-        best = self._validated.get(name)
-        if best is None:  # read before another rank writes
-            best = BestOf(self._directory.path, name, mode, writes=self._ranks.rank == 0)
-            self._validated[name] = best
+        if name not in self._validated:  # read before another rank writes
+            self._validated[name] = BestOf(self._directory.path, name, mode, writes=self._ranks.rank == 0)
+        best = self._validated[name]
         with self._ranks.together():
             self._ranks.agree("validated", lambda: {name: repr(number)})  # NaN is not equal to itself
         self._session.counters.epochs_validated = self.epoch
@@ -366,25 +365,23 @@ class Guard:
         if entry is not None:
             best.keep(number, entry, most)
         best.write()
-        kept_as = None if entry is None else entry.path.name
-        self._record.emit(
-            run_events.Validated(loss=number, learning_rate_changed_by=tuple(changed), name=name, kept_as=kept_as)
-        )
+        kept_as, by = None if entry is None else entry.path.name, tuple(changed)
+        self.emit(run_events.Validated(loss=number, learning_rate_changed_by=by, name=name, kept_as=kept_as))
         if patience is not None and best.waited >= patience:
             self.request_stop(f"{name} was not the best one in {best.waited} validations")
         return entry is not None
 
     def best(self, name: str = "loss") -> Best | None:
         """Return the best checkpoint that `validated` has kept for a metric, in this process or an earlier one."""
-        kept = BestOf(self._directory.path, name, "min", writes=False).kept
-        return kept[0] if kept else None
+        return next(iter(BestOf(self._directory.path, name, "min", writes=False).kept), None)
 
     def emit(self, data: EventData) -> None:
         """Record an event of ``core.events.run_events``, or of a subclass of `EventData` of your own.
 
         `holdfast events` and the report show it. ``numerics.alignment.report_alignment`` uses it for rule H852.
         """
-        self._record.emit(data)
+        with self._session.recording():
+            self._record.emit(data)
         if isinstance(data, run_events.Aligned):
             self._engine.diagnosis.aligned(data.facts())
 
@@ -415,7 +412,8 @@ class Guard:
         Raises:
             PolicyError: H105, for a tag or an image that cannot be used. A full disk raises nothing.
         """
-        keep_image(self._directory.path, self._record, tag, image)
+        with self._session.recording():
+            keep_image(self._directory.path, self._record, tag, image)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:

@@ -67,6 +67,7 @@ class RunRecord:
         self._lock = threading.RLock()  # reentrant, for a signal handler of the caller that records
         self._process = 0
         self._left_by: tuple[str, str] | None = None
+        self.ended: End = "failed"  # as its last word says; without one it has failed
         self.scalars = Scalars(lambda: directory, self.emit)
         self.global_step = 0
 
@@ -99,10 +100,12 @@ class RunRecord:
         """End the recording with how the run ended; None: "finished", unless an error is on its way out."""
         if self._box is not None:
             error = sys.exception() if how is None else None
+            self.ended = "failed"
             if error is not None:
                 self.left_by(error)
             elif how in ("finished", "stopped") or (how != "failed" and self._left_by is None):
-                self.emit(run_events.Closed(how=how or "finished"))
+                self.ended = how or "finished"
+                self.emit(run_events.Closed(how=self.ended))
             self._box.close()
             self._box = None
         self.scalars.close()

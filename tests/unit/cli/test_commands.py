@@ -88,6 +88,13 @@ def test_wrong_use_is_a_message_and_exit_code_2(arguments):
     assert {"rule", "what", "limit", "fix"} == set(error)
 
 
+def test_an_export_into_no_folder_is_an_error_of_that_path(run_dir):
+    """Not of the file that is written first."""
+    path = run_dir / "nowhere" / "weights.safetensors"
+    error = json.loads(call("checkpoints", run_dir, "--export", path, "--json").output)["error"]
+    assert (error["rule"], f"'{path}'" in error["what"]) == ("H704", True)
+
+
 def test_the_version_is_printed():
     """--version prints the version of the package."""
     assert call("--version").output == f"holdfast {holdfast.__version__}\n"

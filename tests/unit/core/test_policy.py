@@ -42,7 +42,7 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "diagnose": _SWITCH,
     "objective": (["gan", "minimise", None, 1], ["minimize", "adversarial", "reinforcement"]),
     "frozen": (["encoder.*", ("",), (1,), None, {"a"}], [(), ("encoder.*", "head.bias")]),
-    "ignore_rules": (["H808", ("",), (808,), None], [(), ("H808",)]),
+    "ignore_rules": (["H808", ("",), (808,), None, ("h808",), ("H9999999",)], [(), ("H808",)]),
     "precision": (["float32", "bf-16", None, 16], ["fp32", "bf16", "fp16"]),
     "save_interval_steps": ([0, -1, 1.5, True, "often", math.nan], [None, "auto", 1]),
     "async_save": _SWITCH,
@@ -154,6 +154,21 @@ def test_a_file_that_is_no_yaml_mapping_is_refused(content: bytes | None, policy
         Policy.from_yaml(policy_file)
     assert caught.value.rule == "H103"
     assert str(policy_file) in str(caught.value)
+
+
+def test_an_error_of_a_source_says_what_was_meant(monkeypatch: pytest.MonkeyPatch, policy_file: Path) -> None:
+    """A key that comes twice has both lines, a word of a value the nearest one, and a file's name its own way."""
+    for text, said in {
+        "diagnose: true\n\ndiagnose: off": r"line 3: 'diagnose' stands in line 1 already(.|\n)*H103",
+        "{preset: tts, preset: asr}": "'preset' stands in line 1 already", "frozen: {a: b}": "a list of texts",
+        "precision: BF16": "did you mean 'bf16'", "allow_split_with: [batchnorm]": "did you mean 'batch_norm'",
+        "policy: other.yaml": r"Fix: pass a file as Guard\(policy=FILE\)",
+    }.items():  # fmt: skip
+        policy_file.write_text(text)
+        with pytest.raises(PolicyError, match=said):
+            Policy.from_yaml(policy_file)
+    monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "")  # as one that is not set
+    assert Policy.preset("tts").max_grad_norm == 1.0
 
 
 def test_replace_checks_and_leaves_the_original(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from tests.own_process import in_own_process
+from typer.testing import CliRunner
 
 import holdfast
-from holdfast.checkpoint.saver import export
 from holdfast.checkpoint.store import Store
+from holdfast.cli.main import make_app
 from holdfast.explain.collecting import collect
 from holdfast.explain.judging import judge
 
@@ -50,11 +52,32 @@ def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
     store = Store(tmp_path / "run" / "best" / "accuracy" / "checkpoints")
     assert [entry.global_step for entry in store.entries()] == [12, 8]
     assert len(Store(tmp_path / "run" / "checkpoints").entries()) == 1
-    export(store.entries()[1], tmp_path / "best.safetensors")
     from safetensors.torch import load_file
 
-    (saved,) = (value for name, value in load_file(tmp_path / "best.safetensors").items() if "weight" in name)
-    assert torch.equal(saved, weights[8])
+    def export(*step: str) -> str:
+        given = ["checkpoints", str(store.directory.parent), "--export", str(tmp_path / "best.safetensors"), *step]
+        return CliRunner().invoke(make_app(), given).output
+
+    for step, which in ((8, ()), (12, ("--step", "12"))):
+        assert re.findall(r"step(\d+) .*the best", export(*which)) == ["00000008"]
+        assert torch.equal(load_file(tmp_path / "best.safetensors")["weight"], weights[step])
+    assert "no checkpoint of step 7; steps there: 8, 12" in export("--step", "7")
+    (store.directory.parent / "best.json").write_text("{}")
+    assert "no checkpoint that its best.json calls the best" in export()
+
+
+def test_what_is_measured_after_the_loop_is_recorded(tmp_path: Path) -> None:
+    """And the run has ended as it had before: it was stopped."""
+    model, data = torch.nn.Linear(4, 1), [torch.ones(4, 4)] * 2
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loader=data)
+    for batch in guard.batches(max_steps=2):
+        guard.step(batch, lambda x: model(x).square().mean())
+        guard.request_stop()
+    ended = judge(collect(tmp_path)).cause
+    guard.validated(0.5, name="accuracy", mode="max")
+    guard.add_image("grid", torch.ones(2, 2))
+    assert {"validated", "image_added"} < {event.kind for event in guard.events()}
+    assert judge(collect(tmp_path)).cause == ended
 
 
 def test_training_stops_when_nothing_gets_better(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from typing import Annotated, Any, Literal, get_args
 
-from annotated_types import Ge, Gt, Lt, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen, Predicate
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, nearest
 from holdfast.core.policy.sources import Sourced, named
 
 SplitHazard = Literal["batch_norm", "buffers", "coupled_loss"]
@@ -32,9 +33,10 @@ CountOrAuto = Annotated[_Count | Literal["auto"] | None, 'a whole number >= 1, "
 Hours = Annotated[_Positive, "a finite number > 0"]
 Limit = Annotated[_Positive | None, "a finite number > 0, or None to turn it off"]
 Share = Annotated[float, Gt(0), Lt(1), "a number above 0 and below 1"]
-Texts = Annotated[_Texts, "a tuple of texts"]
+Texts = Annotated[_Texts, "a list of texts"]
+Rules = Annotated[tuple[Annotated[str, Predicate(re.compile(r"H8\d\d").fullmatch)], ...], "a list of rules like H808"]
 FlagOrTexts = Annotated[bool | Annotated[_Texts, MinLen(1)], "true, false, or names of modules"]
-Hazards = Annotated[tuple[SplitHazard, ...], f"a tuple of some of {', '.join(map(repr, get_args(SplitHazard)))}"]
+Hazards = Annotated[tuple[SplitHazard, ...], f"a list of some of {', '.join(map(repr, get_args(SplitHazard)))}"]
 StepEpochOrNone = Annotated[SchedulerInterval | None, "'step', 'epoch' or None"]
 
 
@@ -61,4 +63,7 @@ def check(name: str, kind: Any, given: Any) -> Any:
     value = given if argument else given.value
     shown = value if isinstance(value, str) and not argument else repr(value)
     what = f"{name}={shown:.400}{named(given)}"
-    raise PolicyError(what, limit=f"it must be {allowed}", fix=f"pass {allowed}.", rule="H102")
+    known = re.findall(r"['\"](\w+)['\"]", allowed)
+    meant = (nearest(word, known) for word in re.findall(r"[\w-]+", shown[:400]) if word not in known)
+    fix = next((f"did you mean {near!r}?" for near in meant if near), f"pass {allowed}.")
+    raise PolicyError(what, limit=f"it must be {allowed}", fix=fix, rule="H102")

@@ -142,7 +142,7 @@ class Policy:
     frozen: kinds.Texts = ()
     """Parameters that are meant not to learn, as shell patterns of their names such as ``"encoder.*"``."""
 
-    ignore_rules: kinds.Texts = ()
+    ignore_rules: kinds.Rules = ()
     """Rules of the diagnosis that shall be silent, such as ``"H808"``."""
 
     precision: kinds.Precision = "fp32"

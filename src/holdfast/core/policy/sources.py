@@ -56,10 +56,11 @@ def check_keys(given: Mapping[str, Any], fields: Iterable[str]) -> None:
     known = [*fields, PRESET]
     for key, value in given.items():
         if key not in known:
+            otherwise = "pass a file as Guard(policy=FILE)." if key == "policy" else "take one of these."
             raise PolicyError(
                 f"{key!r}{named(value)} is not a policy field",
                 limit=f"the fields are {', '.join(known[:-1])}; and there is {PRESET}",
-                fix=did_you_mean(key, known, otherwise="take one of these."),
+                fix=did_you_mean(key, known, otherwise=otherwise),
                 rule="H101",
             )
 
@@ -72,7 +73,7 @@ def from_environment() -> dict[str, Sourced]:
     return {
         variable.removeprefix(PREFIX).lower(): Sourced(text, f"environment variable {variable}")
         for variable, text in os.environ.items()
-        if variable.startswith(PREFIX)
+        if variable.startswith(PREFIX) and text.strip()  # an empty one is one that is not set
     }
 
 
@@ -85,8 +86,8 @@ def from_yaml(path: Path) -> dict[str, Sourced]:
             return _texts(file.read(_MOST_BYTES + 1).decode(), path)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise PolicyError(
-            f"policy file {path} cannot be read ({str(error)[:_LONGEST]})",
-            limit="a YAML mapping of field names to values is needed",
+            f"policy file {path} cannot be used ({str(error)[:_LONGEST]})",
+            limit="a YAML mapping of field names to values is needed, each name once",
             fix="check the path, and write one `field: value` per line, for instance `max_grad_norm: 1.0`.",
             rule="H103",
         ) from error
@@ -114,7 +115,12 @@ def _texts(text: str, path: Path) -> dict[str, Sourced]:
     if not isinstance(root, yaml.MappingNode):
         raise ValueError("it is no mapping")  # noqa: TRY004 - of the file
     found = loader.construct_document(root)
-    return {key.value: Sourced(found[key.value], f"{path}, line {key.start_mark.line + 1}") for key, _ in root.value}
+    marks = [(key.value, key.start_mark) for key, _ in root.value]
+    first = dict(reversed(marks))
+    for key, mark in marks:
+        if mark is not first[key]:
+            raise ValueError(f"line {mark.line + 1}: {key!r} stands in line {first[key].line + 1} already")
+    return {key: Sourced(found[key], f"{path}, line {mark.line + 1}") for key, mark in marks}
 
 
 # --- the command line -------------------------------------------------------------------------------------------

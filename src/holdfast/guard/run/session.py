@@ -169,18 +169,23 @@ class Session:
             self.state.close()
             self._directory.release()
 
+    @contextlib.contextmanager
+    def recording(self, *, events: bool = True) -> Iterator[None]:
+        """Record what is measured after the loop too; the last word is then said again. H301 as in `log`."""
+        with contextlib.ExitStack() as stack:
+            if not self.is_open:
+                self._directory.acquire()
+                stack.callback(self._directory.release)
+                stack.callback(self.record.close, how := self.record.ended)
+                if events and how != "failed":
+                    self.record.open()
+            yield
+
     def log(self, found: Found, step: int | None = None) -> None:
         """Record scalars at the present step or at their own; H301 if this is closed and another run goes on."""
-        closed, scalars = not self.is_open, self.record.scalars
-        if closed:  # what is measured after the loop is of this run too
-            self._directory.acquire()
-        try:
+        with self.recording(events=False):
             epoch = None if self.cursor is None else self.cursor.epoch
-            scalars.write(found, self.record.global_step if step is None else step, epoch)
-        finally:
-            if closed:
-                scalars.close()
-                self._directory.release()
+            self.record.scalars.write(found, self.record.global_step if step is None else step, epoch)
 
     def statistics(self) -> Statistics:
         """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""

@@ -120,6 +120,15 @@ class BestOf:
                 replace_file(self._folder / _FILE, json.dumps(facts).encode())
 
 
+def best_in(folder: Path) -> int | None:
+    """Return the step of the best checkpoint in a metric's folder, -1 where that is lost; None in another folder."""
+    if not (folder / _FILE).exists():
+        return None
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+        return int(json.loads(read_file(folder / _FILE))["kept"][0]["global_step"])
+    return -1
+
+
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
