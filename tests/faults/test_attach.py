@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,21 @@ def stuck():
     print(flush=True)
     lock.acquire()
 stuck()
+"""
+WAITING = """
+import sys, time
+print(flush=True)
+while True:
+    sum(range(int(sys.argv[1])))
+    time.sleep(0.05)
+"""
+STARTING = """
+import pathlib, sys, torch
+folder = pathlib.Path(sys.argv[1])
+(folder / "slow_to_import.py").write_text("import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()")
+sys.path.insert(0, str(folder))
+source = "def init():\\n  print(flush=True)\\n  import slow_to_import\\ninit()"
+exec(compile(source, "/usr/lib/python3/site-packages/torch/optim/sgd.py", "exec"))
 """
 LOADING = """
 import time, torch
@@ -77,6 +93,25 @@ def test_a_lock_that_nobody_gives_back_is_named(start: Start) -> None:
     (row,) = found["processes"]
     assert (row["phase"], row["resident_bytes"] > 1 << 20) == ("in code of its own", True)
     assert child.poll() is None
+
+
+def test_a_loop_that_mostly_waits_moves_and_one_that_only_polls_does_not(start: Start) -> None:
+    """20 steps a second and nothing read; to wait as often for what never comes is to stand still."""
+    assert attached(start(WAITING, "200000").pid, 0, 2)["moves"]
+    assert attached(start(WAITING, "0").pid, 1, 2)["verdict"]["kind"] == "sleep"
+
+
+def test_the_verdict_comes_first_and_imports_are_folded(start: Start, tmp_path: Path) -> None:
+    """What an optimizer's constructor imports is a start, not a step of it."""
+    (folder := tmp_path / "site-packages").mkdir()
+    child = start(STARTING, str(folder))
+    while read_kernel_view(child.pid).waits.get(child.pid) != ("futex", ""):
+        time.sleep(0.005)
+    result = CliRunner().invoke(make_app("attach"), ["attach", str(child.pid), "--seconds", "1"])
+    assert result.stdout.startswith("It stands still. "), result.output
+    assert f"process {child.pid}: starting, " in result.stdout
+    assert "  (imports)\n" in result.stdout
+    assert "<frozen importlib" not in result.stdout
 
 
 @pytest.mark.slow

@@ -56,6 +56,17 @@ def test_events_of_all_processes_are_merged_by_time(run):
     assert len(lines) == 5
 
 
+def test_a_guard_in_the_folder_of_the_run_is_listed_once(run, monkeypatch):
+    """Its process names the folder in full, and people do not."""
+    write(run / "recorder" / "rank0", (3.2, "roll_back", 8, {}))
+    box = BlackBox(run / "processes" / next((run / "processes").iterdir()).name)
+    box.event(Event(kind="guard", global_step=0, unix_seconds=2.5, data={"path": str(run)}))
+    box.close()
+    monkeypatch.chdir(run.parent)
+    found = json.loads(call(run.name, "--json").output)["events"]
+    assert [each["kind"] for each in found].count("roll_back") == 1
+
+
 def test_kinds_choose(run):
     """--kind may be repeated."""
     found = json.loads(call(run, "--json", "--kind", "guard", "--kind", "exception").output)["events"]
