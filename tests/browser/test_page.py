@@ -122,6 +122,23 @@ def test_the_page_opens_offline_and_draws(browser, page, tmp_path):
     browser.set_window_size(1280, 1000)
 
 
+def test_a_narrow_page_keeps_its_words_apart_and_the_output_opens_at_its_end(browser, page, tmp_path):
+    """No value is off its card, however long its name; the legend is below the title; the newest line is in sight."""
+    long = page.replace("<th>hostname</th>", f"<th>{'scheduler._get_lr_called_' * 3}</th>")
+    browser.set_window_size(500, 1000)
+    opened(browser, long.replace('<pre class="end">', '<pre class="end">' + "line\n" * 500), tmp_path / "page.html")
+    browser.execute_script("document.querySelectorAll('details').forEach(each => { each.open = true })")
+    edges = "return [...document.querySelectorAll(arguments[0])].map(e => e.getBoundingClientRect()[arguments[1]])"
+    assert max(browser.execute_script(edges, "section:last-of-type td", "right")) < 480
+    places = ("#steps .xtitle", "bottom"), ("#steps .legend", "top")
+    title, legend = (browser.execute_script(edges, *place) for place in places)
+    assert title < legend
+    scroll = "const at = document.querySelector('section pre.end'), was = at.scrollTop; at.scrollTop += arguments[0];"
+    moved = [browser.execute_script(scroll + " return at.scrollTop - was", by) for by in (9, -9)]
+    assert moved == [0, -9]  # nothing is below
+    browser.set_window_size(1280, 1000)
+
+
 def test_buttons_change_the_curves(browser, page, tmp_path):
     """The axis of the loss becomes logarithmic and linear again; smoothing keeps gaps and ends where it began."""
     opened(browser, page, tmp_path / "page.html")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ def stuck():
     lock.acquire()
 stuck()
 """
+WAITING = "import sys, time\nprint(flush=True)\nwhile True: sum(range(int(sys.argv[1]))); time.sleep(0.05)\n"
+STARTING = "import sys; sys.path.insert(0, sys.argv[1]); import slow_to_import"
 LOADING = """
 import time, torch
 class Slow(torch.utils.data.Dataset):
@@ -77,6 +80,23 @@ def test_a_lock_that_nobody_gives_back_is_named(start: Start) -> None:
     (row,) = found["processes"]
     assert (row["phase"], row["resident_bytes"] > 1 << 20) == ("in code of its own", True)
     assert child.poll() is None
+
+
+def test_a_loop_that_mostly_waits_moves_and_one_that_only_polls_does_not(start: Start) -> None:
+    """20 steps a second and nothing read; to wait as often for what never comes is to stand still."""
+    assert attached(start(WAITING, "200000").pid, 0, 2)["moves"]
+    assert attached(start(WAITING, "0").pid, 1, 2)["verdict"]["kind"] == "sleep"
+
+
+def test_the_verdict_comes_first_and_imports_are_folded(start: Start, tmp_path: Path) -> None:
+    """What an optimizer's constructor imports is a start, not a step of it."""
+    (folder := tmp_path / "site-packages" / "torch" / "optim").mkdir(parents=True)
+    (folder / "slow_to_import.py").write_text(LOCKED)
+    child = start(STARTING, str(folder))
+    result = CliRunner().invoke(make_app("attach"), ["attach", str(child.pid), "--seconds", "1"])
+    assert result.stdout.startswith("It stands still. "), result.output
+    assert f"process {child.pid}: starting, " in result.stdout
+    assert "<frozen importlib" not in result.stdout
 
 
 @pytest.mark.slow

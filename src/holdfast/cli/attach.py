@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json,
 from holdfast.core.control_groups import fields_of, memory_available_bytes
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import as_json_value, size
+from holdfast.explain.evidence import is_own_code
 from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.explain.hangs.standing_still import user_frame
@@ -29,13 +31,15 @@ from holdfast.supervise.watch.stacks import Stacks, Subject, describe, find_py_s
 Rows = list[dict[str, Any]]
 _cannot = partial(PolicyError, rule="H741")
 _WORKER = "makes batches"
+_WORK_NANOSECONDS = 400_000  # a wait: one that polls was seen to use up to 225,000 each time, a small step 1,000,000
+_IMPORT = "<frozen importlib"
+_IMPORTING = re.compile(rf'(?:  File "{_IMPORT}.*\n)+')
 _PHASES = {  # by what is on the stack of the main thread; the first that is there
     _WORKER: r":_worker_loop$",
     "data wait": r"/torch/utils/data/dataloader\.py:|/holdfast/loader/",
     "saving": r"/torch/serialization\.py:|/torch/distributed/checkpoint/|/safetensors/|/holdfast/checkpoint/",
     "optimizer": r"/torch/optim/",
     "forward/backward": r"/torch/(?:autograd|nn)/|/torch/_tensor\.py:(?:\w+\.)?backward$",
-    "starting": r"<frozen importlib",
 }
 
 
@@ -51,17 +55,23 @@ def run(
     with failing_clearly(as_json=as_json):
         subjects = _subjects(pid, seconds)
         heads = [each.about.pid for each in subjects if each.about.judged]
-        before = [_moved_bytes(each) for each in heads]
+        worked: list[bool] = []
+
+        def pause(_: float) -> None:  # what is counted in it is of nobody who looks
+            before = [_counts(each) for each in heads]
+            time.sleep(seconds)
+            worked.extend(_has_worked(then, _counts(each)) for then, each in zip(before, heads, strict=True))
+
         with working(f"looking twice at process {pid}"), tempfile.TemporaryDirectory() as folder:
-            found = Stacks(Path(folder), pause=lambda _: time.sleep(seconds)).take(subjects).processes
+            found = Stacks(Path(folder), pause=pause).take(subjects).processes
         judged = [each for each in found if each.judged]
         if not judged:
             raise _cannot(f"process {pid} has ended", limit="nothing is left to look at", fix="see its own output.")
         diagnosis, rows = diagnose_hang(found, judged[0].pid), _rows(found)
-        # A loop that waits for each batch is found in the same wait twice; what it has read meanwhile tells.
-        works = any(row["phase"] == _WORKER and each.io_rate > 0 for each, row in zip(found, rows, strict=True))
+        # A loop that mostly waits is found in the same wait twice; what it has done meanwhile tells.
+        worked += [each.io_rate > 0 for each, row in zip(found, rows, strict=True) if row["phase"] == _WORKER]
         same = all(is_same(each, lambda frame: frame) for each in judged)
-        moves = works or diagnosis.moving or not same or before != [_moved_bytes(each) for each in heads]
+        moves = any(worked) or diagnosis.moving or not same
     if as_json:
         verdict = {
             "kind": diagnosis.kind, "pid": diagnosis.process.pid, "frame": describe_frame(diagnosis.frame),
@@ -75,21 +85,23 @@ def run(
 
 
 def _print(found: Sequence[Examined], rows: Rows, diagnosis: Diagnosis, still: float | None) -> None:
-    """Print all of a process that is judged or to blame, a line of each other, and the verdict."""
+    """Print the verdict, all of a process that is judged or to blame, and a line of each other."""
+    if still is None:
+        typer.echo("It moves.\n")
+    else:
+        typer.echo(f"It stands still. {diagnosis.sentence} [{diagnosis.kind}, {diagnosis.confidence:.0%}]")
+        typer.echo(f"A step that takes longer than {still:g} s looks the same: --seconds {10 * still:g} tells more.")
+        typer.echo()
     for each, row in zip(found, rows, strict=True):
         device = f", {size(row['device_bytes'])} on the device" if row["device_bytes"] else ""
         facts = f"{row['phase']}, {size(row['resident_bytes'])} in memory{device}"
         if each.judged or (still and each.pid == diagnosis.process.pid):
-            typer.echo(f"{describe(each)}\nprocess {each.pid}: {facts}\n")
+            stacks = _IMPORTING.sub("  (imports)\n", describe(each))
+            typer.echo(f"{stacks}\nprocess {each.pid}: {facts}\n")
         else:
             typer.echo(f"process {each.pid}: {facts}, at {describe_frame(user_frame(each.last.main.frames))}")
     left = memory_available_bytes()
     typer.echo(f"memory left on this machine or in this container: {'unknown' if left is None else size(left)}")
-    if still is None:
-        typer.echo("It moves.")
-        return
-    typer.echo(f"It stands still. {diagnosis.sentence} [{diagnosis.kind}, {diagnosis.confidence:.0%}]")
-    typer.echo(f"A step that takes longer than {still:g} s looks the same: --seconds {10 * still:g} tells more.")
 
 
 def _subjects(pid: int, seconds: float) -> list[Subject]:
@@ -135,21 +147,33 @@ def _proc(pid: int, name: str) -> bytes:
     return b""
 
 
-def _moved_bytes(pid: int) -> int:
-    """Return what the main thread of a process has read and written so far."""
-    counts = fields_of(Path(f"/proc/{pid}/task/{pid}/io"))
-    return counts.get("rchar", 0) + counts.get("wchar", 0)
+def _counts(pid: int) -> tuple[int, int, int]:
+    """Return what the main thread of a process has read and written so far, its waits, and its CPU nanoseconds."""
+    folder = Path(f"/proc/{pid}/task/{pid}")
+    moved, used = fields_of(folder / "io"), _proc(pid, f"task/{pid}/schedstat").split()
+    waits = fields_of(folder / "status").get("voluntary_ctxt_switches", 0)
+    return moved.get("rchar", 0) + moved.get("wchar", 0), waits, int(used[0]) if used else 0
+
+
+def _has_worked(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Say whether a main thread did something between its waits: a lock has none, and one that polls just looks."""
+    moved, waits, nanoseconds = (now - then for then, now in zip(before, after, strict=True))
+    return moved != 0 or (waits > 1 and nanoseconds > _WORK_NANOSECONDS * waits)
 
 
 def _rows(found: Sequence[Examined]) -> Rows:
     rows: Rows = []
     device = _device_bytes()
     for each in found:
-        places = [f"{frame.file}:{frame.function}" for frame in each.last.main.frames]
-        phases = (name for name, pattern in _PHASES.items() if any(re.search(pattern, place) for place in places))
+        frames = each.last.main.frames
+        places = [f"{frame.file}:{frame.function}" for frame in frames]
+        called = takewhile(lambda frame: not is_own_code(frame), reversed(frames))
+        found_in = [name for name, pattern in _PHASES.items() if any(re.search(pattern, place) for place in places)]
+        if any(_IMPORT in frame.file for frame in called):  # whatever it was that imports
+            found_in.insert(0, "starting")
         rows.append({
             "pid": each.pid, "rank": each.rank, "state": each.last.state, "cpu_share": round(each.cpu_share, 3),
-            "phase": next(phases, "in code of its own" if places else "phase not known"),
+            "phase": next(iter(found_in), "in code of its own" if places else "phase not known"),
             "stack": [describe_frame(frame) for frame in reversed(each.last.main.frames)],
             "resident_bytes": 1024 * fields_of(Path(f"/proc/{each.pid}/status")).get("VmRSS", 0),
             "device_bytes": device.get(each.pid),

@@ -64,7 +64,7 @@ def _line(seen: EventSeen) -> str:
     # `repr` shows what a line break or an escape sequence in a fact is.
     facts = ", ".join(
         f"{sanitise(key)}={sanitise(repr(value), most=_MOST_CHARACTERS)}"
-        for key, value in event.data.items()
+        for key, value in event.facts().items()
         if value is not None
     )
     return f"{when}  {sanitise(seen.source)}  [step {event.global_step}] {sanitise(event.kind)}  {facts}"

@@ -101,7 +101,7 @@ def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | N
     pixels = _PANEL_PIXELS * len(panels)
     layout: Figure = {
         "height": _TOP_PIXELS + 44 + pixels, "hovermode": "x", "hoversubplots": "axis", "showlegend": len(lanes) > 1,
-        "legend": {"orientation": "h", "y": -70 / pixels, "yanchor": "top", "x": 0},
+        "legend": {"orientation": "h", "y": -84 / pixels, "yanchor": "top", "x": 0},
         "margin": {"l": 74, "r": 18, "t": _TOP_PIXELS, "b": 44}, "annotations": [],
     }  # fmt: skip
     gap, lowest = 0.22 / len(panels) if len(panels) > 1 else 0.0, ""
@@ -127,7 +127,11 @@ def steps(lanes: Sequence[Lane], events: Sequence[EventSeen] = ()) -> Figure | N
     data += _events_on_curves(lanes, events)
     overlay = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     layout[_EVENTS_AXIS.replace("y", "yaxis")] = overlay
-    layout["xaxis"] = {"title": {"text": "optimizer steps"}, "anchor": f"y{lowest}", "showspikes": True}
+    layout["xaxis"] = {
+        "title": {"text": "optimizer steps", "standoff": 6},
+        "anchor": f"y{lowest}",
+        "showspikes": True,
+    }
     return {"data": data, "layout": layout}
 
 
@@ -223,7 +227,7 @@ def timeline(run: RunSnapshot) -> Figure | None:
     layout: Figure = {
         "height": 144 + _ROW_PIXELS * len(rows), "barmode": "overlay", "bargap": 0.35, "hovermode": "closest",
         "dragmode": "zoom", "margin": {"l": 30 + margin, "r": 18, "t": 40, "b": 64},
-        "legend": {"orientation": "h", "y": -62 / (40 + _ROW_PIXELS * len(rows)), "yanchor": "top", "x": 0},
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},  # below the dates
         "xaxis": {"type": "date", "tickangle": 0},
         "yaxis": {
             "type": "category", "categoryorder": "array", "categoryarray": [label(row) for row in reversed(rows)],

@@ -75,4 +75,4 @@ def _pace(run: RunSnapshot) -> dict[str, str]:
 
 
 def _facts_of(seen: EventSeen) -> str:
-    return ", ".join(f"{key}={value!r}"[:400] for key, value in list(seen.event.data.items())[:40])
+    return ", ".join(f"{key}={value!r}"[:400] for key, value in list(seen.event.facts().items())[:40])

@@ -38,7 +38,7 @@ def named(event: Event) -> str:
 
 def in_words(event: Event) -> str:
     """Return the facts of an event as people say them; those that hold nothing are left out."""
-    facts = {name: value for name, value in event.data.items() if value not in (None, "", [], {})}
+    facts = {name: value for name, value in event.facts().items() if value not in (None, "", [], {})}
     said = [str(facts.pop(name)) for name in _SENTENCES if name in facts]
     for name, value in facts.items():
         words = name.replace("_", " ")

@@ -104,7 +104,8 @@ class Watched:
             newest = marks[-_RATE_SAMPLES:]  # by the clock: what a guard calls the duration of a step has no waiting
             seconds = self._clock.unix_seconds() - newest[0].unix_seconds if newest else 0.0
             rate = (newest[-1].step - newest[0].step) / seconds if seconds > 0 else 0.0
-            return _outlook(facts, newest[-1].step if newest else facts["at"], rate)
+            ranks = sum(each.parent == folder.parent for each in self._loops)
+            return _outlook(facts, newest[-1].step if newest else facts["at"], rate, ranks)
         unknown = "epoch, total, time left and samples/s are not known: no Guard records them"
         return unknown if any(self._history.values()) else ""
 
@@ -234,7 +235,7 @@ def _shows(run: RunSnapshot, guard: RunSnapshot) -> bool:
     return guard.path.resolve() in run.guards and (run.state != "ended" or after < _SILENT_SECONDS)
 
 
-def _outlook(facts: Mapping[str, int], step: int, rate: float) -> str:
+def _outlook(facts: Mapping[str, int], step: int, rate: float, ranks: int) -> str:
     """Say how far a guard's loop is, from its events; what they do not say is said to be unknown."""
     length, epochs, begun = facts.get("steps", 0), facts.get("max_epochs"), facts.get("epochs", facts.get("epoch", 0))
     ends = [facts["max_steps"]] if "max_steps" in facts else []
@@ -244,8 +245,9 @@ def _outlook(facts: Mapping[str, int], step: int, rate: float) -> str:
     words.append(f"step {step:,} of " + (f"{min(ends):,}" if ends else "a total that is not known yet"))
     if ends and rate > 0:
         words.append(f"{duration(max(0, min(ends) - step) / rate)} left")
-    samples = facts.get("batches", 0) * facts.get("batch_size", 0) * rate / length if length else 0.0
-    words.append(f"{float(f'{samples:.3g}'):,g} samples/s" if samples else "samples/s not known")
+    samples = ranks * facts.get("batches", 0) * facts.get("batch_size", 0) * rate / length if length else 0.0
+    both = (f"{float(f'{each:.3g}'):,g} {name}/s" for each, name in ((samples, "samples"), (rate, "steps")))
+    words.append(f"{' and '.join(both)} with all breaks" if samples else "samples/s not known")
     return ", ".join(words)
 
 

@@ -56,6 +56,16 @@ def test_events_of_all_processes_are_merged_by_time(run):
     assert len(lines) == 5
 
 
+def test_a_guard_in_the_folder_of_the_run_is_listed_once(run, monkeypatch):
+    """Its process names the folder in full, and people do not. A validation is said by its name, to people."""
+    write(run / "recorder" / "rank0", (3.2, "validated", 8, {"loss": 0.4, "name": "accuracy"}))
+    write(run / "processes" / "7-1", (2.5, "guard", 0, {"path": str(run)}))
+    monkeypatch.chdir(run.parent)
+    (found,) = json.loads(call(run.name, "--json", "--kind", "validated").output)["events"]
+    assert found["data"] == {"loss": 0.4, "name": "accuracy"}
+    assert call(run, "--kind", "validated").output.endswith("guard rank0  [step 8] validated  accuracy=0.4\n")
+
+
 def test_kinds_choose(run):
     """--kind may be repeated."""
     found = json.loads(call(run, "--json", "--kind", "guard", "--kind", "exception").output)["events"]

@@ -270,7 +270,7 @@ def test_the_ladder_tries_the_exact_remedies_first(tmp_path):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_batch_norm_is_split_only_when_allowed_by_name(tmp_path, allowed):
+def test_batch_norm_is_split_only_when_allowed_by_name(tmp_path, caplog, allowed):
     """With BatchNorm in training a split is refused with the name that would allow it, before and at the failure."""
     model = small_model(nn.BatchNorm1d(8))
     guard = guarded(tmp_path, model, allow_split_with=("batch_norm",) if allowed else ())
@@ -283,6 +283,7 @@ def test_batch_norm_is_split_only_when_allowed_by_name(tmp_path, allowed):
         assert the_event(guard, "split").data["promise"] == "changes training"
     else:
         assert said[0].data["allow_split_with"] == "batch_norm"
+        assert "[step 0] nothing to do unless memory runs short, " in caplog.text  # a healthy run is told so
         with pytest.raises(holdfast.OutOfMemoryError, match=r"(?s)BatchNorm1d.*allow_split_with"):
             guard.step(torch.randn(8, 6), loss)
         assert_same(tensors_of(model), before)

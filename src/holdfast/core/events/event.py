@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal, dataclass_transform
 
 Promise = Literal["bit-exact", "equal up to rounding", "equal in distribution", "changes training"]
 
+_IN_WORDS = {"split_refused": "nothing to do unless memory runs short, when batches would not be split"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -33,7 +35,14 @@ class Event:
 
     def __str__(self) -> str:
         facts = ", ".join(f"{key}={value!r}" for key, value in self.data.items() if value is not None)
-        return f"[step {self.global_step}] {self.kind}: {facts}"
+        return f"[step {self.global_step}] {_IN_WORDS.get(self.kind, self.kind)}: {facts}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts as people read them: a validation's value by its name."""
+        facts = dict(self.data)
+        if self.kind == "validated" and "loss" in facts and isinstance(name := facts.pop("name", "loss"), str):
+            facts = {name: facts.pop("loss")} | facts
+        return facts
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

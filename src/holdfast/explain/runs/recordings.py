@@ -95,7 +95,7 @@ class Recordings:
             path = event.data.get("path")
             if event.kind == "guard" and isinstance(path, str) and "\0" not in path:
                 folders += _ranks(Path(path))
-        return list(dict.fromkeys(folders))[:_MOST_GUARDS]
+        return list({folder.resolve(): folder for folder in folders[::-1]}.values())[::-1][:_MOST_GUARDS]
 
 
 def open_recordings(run: Path) -> Recordings:

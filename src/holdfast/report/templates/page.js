@@ -94,4 +94,5 @@
   buttons();
   drawAll().then(function () { document.documentElement.dataset.drawn = String(Object.keys(figures).length); });
   dark.addEventListener("change", recolour);
+  window.matchMedia("(max-width: 599px)").addEventListener("change", drawAll);
 })();
