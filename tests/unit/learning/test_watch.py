@@ -170,7 +170,7 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
     with pytest.raises(PolicyError, match="a torch optimizer is needed") as caught:
         watch(Net(), [nn.Parameter(torch.ones(1))])  # type: ignore[arg-type]
     assert caught.value.rule == "H105"
-    for option, rule in (({"objective": "gan"}, "H102"), ({"ignore": ("H811", "H9999")}, "H702")):
+    for option, rule in (({"objective": "gan"}, "H102"), ({"ignore": ("H811", "H899")}, "H702")):
         with pytest.raises(PolicyError, match=rule):
             watch(Net(), torch.optim.SGD(Net().parameters(), lr=0.1), **option)  # type: ignore[arg-type]
 

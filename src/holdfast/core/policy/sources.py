@@ -86,7 +86,7 @@ def from_yaml(path: Path) -> dict[str, Sourced]:
             return _texts(file.read(_MOST_BYTES + 1).decode(), path)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise PolicyError(
-            f"policy file {path} cannot be used ({str(error)[:_LONGEST]})",
+            f"policy file {path} cannot be read ({str(error)[:_LONGEST]})",
             limit="a YAML mapping of field names to values is needed, each name once",
             fix="check the path, and write one `field: value` per line, for instance `max_grad_norm: 1.0`.",
             rule="H103",
