@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader
 
 from holdfast.learning.watch import watch
 
-DATA = [(x, int(x.sum() > 0)) for x in torch.randn(60 * 16, 4, generator=torch.Generator().manual_seed(1))]
+DATA = [(x, int(x.sum() > 0)) for x in torch.randn(200 * 16, 4, generator=torch.Generator().manual_seed(1))]
 
 
 def watched(steps: int, *, anew: bool) -> list[str]:
-    """Make so many steps with each of 60 batches, which come from a loader that is begun anew for each or is not."""
+    """Make so many steps with each of 200 batches, which come from a loader that is begun anew for each or is not."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
