@@ -168,7 +168,7 @@ class Reference:
             if other is None:
                 continue
             for key, value in entries.items():
-                if key not in self.unsteady and not _is_random(key) and other.get(key) != value:
+                if key not in self.unsteady and not _may_differ(key) and other.get(key) != value:
                     given = other.get(key, "nothing")
                     short = f": {given} instead of {value}" if len(value) != 16 or _is_text(value) else ""
                     where = f"all steps are the same, but the last save into {name} differs in {key!r}{short}"
@@ -202,7 +202,8 @@ def _is_text(*values: str) -> bool:
     return all(value[:1] in ("'", '"') or value in ("True", "False") for value in values)
 
 
-def _is_random(key: str) -> bool:  # or counts how often a guard went on, within what its host saves
+def _may_differ(key: str) -> bool:
+    """Return whether a saved entry is random state, or a guard's count of how often it was resumed, and no result."""
     return any(word in key.lower() for word in ("rng", "random", "generator", "holdfast.guard.counters"))
 
 

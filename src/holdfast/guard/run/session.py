@@ -9,6 +9,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording, guarded
 from holdfast.recorder.scalars import Found, outlets
 
+_OPEN = contextlib.nullcontext()  # made once: `log` is called in each step
 _CHANGED = "the weights, buffers or moments were changed without a step, so they are not those of the training"
 
 
@@ -169,16 +171,19 @@ class Session:
             self.state.close()
             self._directory.release()
 
+    def recording(self, *, events: bool = True) -> AbstractContextManager[None]:
+        """Return what to record within: after the loop the record is opened once more. H301 as in `log`."""
+        return _OPEN if self.is_open else self._after_the_loop(events=events)
+
     @contextlib.contextmanager
-    def recording(self, *, events: bool = True) -> Iterator[None]:
-        """Record what is measured after the loop too; the last word is then said again. H301 as in `log`."""
+    def _after_the_loop(self, *, events: bool) -> Iterator[None]:
+        """Record what is measured after the loop; the last word is then said again."""
         with contextlib.ExitStack() as stack:
-            if not self.is_open:
-                self._directory.acquire()
-                stack.callback(self._directory.release)
-                stack.callback(self.record.close, how := self.record.ended)
-                if events and how != "failed":
-                    self.record.open()
+            self._directory.acquire()
+            stack.callback(self._directory.release)
+            stack.callback(self.record.close, how := self.record.ended)
+            if events and how != "failed":
+                self.record.open()
             yield
 
     def log(self, found: Found, step: int | None = None) -> None:
