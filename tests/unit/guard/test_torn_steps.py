@@ -52,7 +52,7 @@ class Twin:
     """State of the caller, whose tensors are made anew when it comes back."""
 
     def __init__(self) -> None:
-        self.weight = torch.zeros(2 * WIDTH, WIDTH)  # also more than a gradient that is freed leaves
+        self.weight = torch.zeros(8 * WIDTH, WIDTH)  # 288 MiB: more than gradients and earlier tests can leave
 
     def state_dict(self) -> dict[str, Any]:
         return {"weight": self.weight}
