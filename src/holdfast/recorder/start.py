@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.control_groups import fields_of
+from holdfast.core.files import read_file
 from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
 from holdfast.core.version import __version__
 
 START_FILE = "start.json"  # beside the recording of a guard
+_COMMIT = re.compile("[0-9a-f]{40,64}")
 _VERSIONS_OF = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
@@ -27,7 +29,29 @@ def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
         "argv": without_secrets(list(map(printable, command))), "cwd": str(Path.cwd()), "python": sys.executable,
         "hostname": socket.gethostname(), "started": started, **_machine(),
         "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
+        **({"git": git} if (git := _commit(Path.cwd())) else {}),
     }  # fmt: skip
+
+
+def _commit(folder: Path) -> dict[str, str]:
+    """Return commit and branch by the files of git; what was changed since then takes git itself."""
+    with suppress(OSError, ValueError, StopIteration):
+        git = next(each / ".git" for each in (folder, *folder.parents) if (each / ".git").exists())
+        if git.is_file():  # of a worktree or a submodule
+            git = git.parent / read_file(git).decode().removeprefix("gitdir:").strip()
+        head, common = read_file(git / "HEAD").decode().strip(), git
+        if (git / "commondir").exists():
+            common = git / read_file(git / "commondir").decode().strip()
+        ref = head.removeprefix("ref: ")
+        if ref != head and not (common / ref).exists():
+            lines = read_file(common / "packed-refs").decode().splitlines()
+            commit = next(line for line in lines if line.endswith(f" {ref}")).split()[0]
+        else:
+            commit = head if ref == head else read_file(common / ref).decode().strip()
+        if _COMMIT.fullmatch(commit):
+            branch = "(detached)" if ref == head else ref.removeprefix("refs/heads/")
+            return {"commit": commit, "branch": branch, "changed": "not looked for, which `holdfast run` does"}
+    return {}
 
 
 def _machine() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +175,25 @@ def test_a_guard_says_what_it_was_started_with(tmp_path: Path, monkeypatch: pyte
     hyperparameters = found["hyperparameters"].items()
     assert ("optimizer", "SGD") in hyperparameters
     assert [name for name, value in hyperparameters if value == "0.1" or "._" in name] == ["optimizer.0.lr"]
+
+
+def test_a_guard_says_of_which_commit_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a branch, packed or not, below its root; of a worktree without a branch; of no repository."""
+    (below := tmp_path / "tree" / "below").mkdir(parents=True)
+    said = []
+    for words in ("init -q -b a/b", "commit -q --allow-empty -m x", "pack-refs --all", "commit -q --allow-empty -m y",
+                  "worktree add -q --detach ../other HEAD~"):  # fmt: skip
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words.split()], cwd=below.parent, check=True
+        )
+        monkeypatch.chdir(tmp_path / "other" if "worktree" in words else tmp_path if "init" in words else below)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        holdfast.Guard(tmp_path / words, model=model, optimizer=optimizer).close()
+        found = environment(gather(tmp_path / words)).get("code (git)", {})
+        said.append((found.get("commit"), found.get("branch")))
+    first, second = subprocess.check_output(["git", "rev-list", "--reverse", "a/b"], text=True).split()
+    assert said == [(None, None), (first, "a/b"), (first, "a/b"), (second, "a/b"), (first, "(detached)")]
 
 
 def test_a_trainer_that_left_in_order_ends_with_its_attempt(tmp_path: Path) -> None:
