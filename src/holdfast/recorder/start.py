@@ -35,23 +35,24 @@ def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
 
 def _commit(folder: Path) -> dict[str, str]:
     """Return commit and branch by the files of git; what was changed since then takes git itself."""
-    with suppress(OSError, ValueError, StopIteration):
+    with suppress(OSError, ValueError, LookupError, StopIteration):
         git = next(each / ".git" for each in (folder, *folder.parents) if (each / ".git").exists())
         if git.is_file():  # of a worktree or a submodule
-            git = git.parent / read_file(git).decode().removeprefix("gitdir:").strip()
-        head, common = read_file(git / "HEAD").decode().strip(), git
-        if (git / "commondir").exists():
-            common = git / read_file(git / "commondir").decode().strip()
-        ref = head.removeprefix("ref: ")
-        if ref != head and not (common / ref).exists():
-            lines = read_file(common / "packed-refs").decode().splitlines()
-            commit = next(line for line in lines if line.endswith(f" {ref}")).split()[0]
-        else:
-            commit = head if ref == head else read_file(common / ref).decode().strip()
-        if _COMMIT.fullmatch(commit):
-            branch = "(detached)" if ref == head else ref.removeprefix("refs/heads/")
+            git = git.parent / _text(git).removeprefix("gitdir: ")
+        common = git / _text(git / "commondir") if (git / "commondir").exists() else git
+        commit = ref = _text(git / "HEAD").removeprefix("ref: ")
+        if not _COMMIT.fullmatch(ref):
+            packed = "" if (common / ref).exists() else _text(common / "packed-refs")
+            known = [line.split()[0] for line in packed.splitlines() if line.endswith(f" {ref}")]
+            commit = known[0] if packed else _text(common / ref)
+        if _COMMIT.fullmatch(commit):  # nothing else that a file may hold is shown
+            branch = "(detached)" if commit == ref else ref.removeprefix("refs/heads/")
             return {"commit": commit, "branch": branch, "changed": "not looked for, which `holdfast run` does"}
     return {}
+
+
+def _text(path: Path) -> str:
+    return read_file(path).decode().strip()
 
 
 def _machine() -> dict[str, Any]:

@@ -134,18 +134,6 @@ def test_a_step_of_an_unknown_optimizer_names_the_nearest(tmp_path):
         guard.step(torch.ones(2, 2), square_of(models["generator"]), optimizer="generatr")
 
 
-def test_a_pattern_that_fits_no_parameter_is_refused(tmp_path):
-    """In YAML `frozen: 3` is a pattern too; a misspelt one would silence nothing. The run can begin all the same."""
-    (tmp_path / "policy.yaml").write_text("frozen: 3")
-    for wrong, fix in (
-        ({"policy": tmp_path / "policy.yaml"}, "'0.weight'"),
-        ({"frozen": ["0.wieght"]}, "you mean '0.w"),
-    ):
-        with refused("H102", "which is no parameter of the models", fix):
-            holdfast.Guard(tmp_path / "run", **make(), **wrong)
-    holdfast.Guard(tmp_path / "run", **make(), frozen=["*.bias"]).close()
-
-
 def constructor_mistakes() -> dict[str, tuple[dict[str, Any], str, list[str]]]:
     parts, stranger = make(), make()
     lbfgs = torch.optim.LBFGS(parts["model"].parameters())

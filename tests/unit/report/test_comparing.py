@@ -17,15 +17,18 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.main import make_app
+from holdfast.core.clock import SystemClock
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.run_files import write_settings
+from holdfast.recorder.start import facts_of_start
 from holdfast.report.comparing import Comparison
 from holdfast.report.environment import environment
 from holdfast.report.figures import figures
 from holdfast.report.gathering import gather
 from holdfast.report.goodput import goodput
+from holdfast.report.watching import Runs
 
 
 def compared(*words: object) -> Any:
@@ -120,6 +123,8 @@ def test_a_guard_alone_has_its_pace_and_its_goodput(tmp_path: Path, monkeypatch:
     drawn = {trace["name"]: trace for trace in figures(gather(run))["timeline"]["data"]}
     assert [round(length / 1000, 1) for length in drawn["training"]["x"]] == [9.5, 2.0, 9.0]
     assert len(drawn["resumed"]["x"]) == 2
+    write_events(run / "recorder" / "rank0", happened("closed", 67, how="finished"))
+    assert goodput(gather(run))["down"] == 55.0  # to begin a run again that was over misses nothing
 
 
 def test_of_a_long_run_the_steps_made_again_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,26 +179,24 @@ def test_a_guard_says_what_it_was_started_with(tmp_path: Path, monkeypatch: pyte
     assert (run.command, "torch" in found["versions"]) == ("python train.py --api-key *** --lr 0.1", True)
     hyperparameters = found["hyperparameters"].items()
     assert ("optimizer", "SGD") in hyperparameters
+    assert found.get("code (git)") == facts_of_start([], 0.0).get("git")
+    (seen,) = Runs(tmp_path, SystemClock()).look()  # as soon as it has closed
+    assert (seen.state, seen.command, seen.began) == ("ended", run.command, run.began)
     assert [name for name, value in hyperparameters if value == "0.1" or "._" in name] == ["optimizer.0.lr"]
 
 
-def test_a_guard_says_of_which_commit_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a branch, packed or not, below its root; of a worktree without a branch; of no repository."""
-    (below := tmp_path / "tree" / "below").mkdir(parents=True)
-    said = []
-    for words in ("init -q -b a/b", "commit -q --allow-empty -m x", "pack-refs --all", "commit -q --allow-empty -m y",
-                  "worktree add -q --detach ../other HEAD~"):  # fmt: skip
-        subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words.split()], cwd=below.parent, check=True
-        )
-        monkeypatch.chdir(tmp_path / "other" if "worktree" in words else tmp_path if "init" in words else below)
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        holdfast.Guard(tmp_path / words, model=model, optimizer=optimizer).close()
-        found = environment(gather(tmp_path / words)).get("code (git)", {})
-        said.append((found.get("commit"), found.get("branch")))
-    first, second = subprocess.check_output(["git", "rev-list", "--reverse", "a/b"], text=True).split()
-    assert said == [(None, None), (first, "a/b"), (first, "a/b"), (second, "a/b"), (first, "(detached)")]
+def test_the_commit_is_known_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a branch, packed or not; of a worktree without a branch; of no repository. Else no file that HEAD names."""
+    config, said = ("git", "-c", "user.name=a", "-c", "user.email=a@b"), []
+    for words in ("init -q -b a/b", "commit -q --allow-empty -m x", "pack-refs --all", "worktree add -q --detach w"):
+        subprocess.run([*config, *words.split()], cwd=tmp_path, check=True)
+        monkeypatch.chdir(tmp_path / "w" if "worktree" in words else tmp_path)
+        said.append(facts_of_start([], 0.0).get("git", {"branch": None})["branch"])
+    assert said == [None, "a/b", "a/b", "(detached)"]
+    known = subprocess.check_output(["git", "rev-parse", "a/b"], text=True)
+    assert facts_of_start([], 0.0)["git"]["commit"] == known.strip()
+    (tmp_path / ".git" / "worktrees" / "w" / "HEAD").write_text("ref: /etc/hostname")
+    assert "git" not in facts_of_start([], 0.0)
 
 
 def test_a_trainer_that_left_in_order_ends_with_its_attempt(tmp_path: Path) -> None:
