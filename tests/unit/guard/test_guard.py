@@ -166,7 +166,7 @@ def test_the_length_of_an_epoch_is_recorded_of_each_at_first_and_then_a_few_time
     ended = [event for event in guard.events() if event.kind == "epoch_ended"]
     assert [(each.data["epochs"], each.global_step) for each in ended] == [(1, 6), (2, 12), (3, 18), (4, 24), (8, 48)]
     assert {(each.data["steps"], each.data["batches"], each.data["batch_size"]) for each in ended} == {(6, 6, 4)}
-    guard, _ = [train(tmp_path / "cut", "holdfast", epochs=2, stop_after=after) for after in (3, None)][1]
+    guard, _ = [train(tmp_path / "b", "holdfast", epochs=2, stop_after=after) for after in (3, None)][1]
     assert [each.data["steps"] for each in guard.events() if each.kind == "epoch_ended"] == [None, 6]
 
 
