@@ -159,7 +159,7 @@ def test_limits_count_over_all_restarts(tmp_path):
 
 def test_the_length_of_an_epoch_is_recorded_of_each_at_first_and_then_a_few_times(tmp_path, monkeypatch):
     """What tells how long the run will take, and never fills the ring; no steps of one that was cut."""
-    monkeypatch.setattr(holdfast.guard.run.loop, "_EACH_EPOCH", 3)
+    monkeypatch.setattr("holdfast.guard.run.loop._EACH_EPOCH", 3)
     guard, _ = train(tmp_path, "holdfast", epochs=9)
     (loop,) = (event for event in guard.events() if event.kind == "loop")
     assert (loop.data["max_epochs"], loop.data["max_steps"]) == (9, None)
