@@ -65,5 +65,7 @@ def check(name: str, kind: Any, given: Any) -> Any:
     what = f"{name}={shown:.400}{named(given)}"
     known = re.findall(r"['\"](\w+)['\"]", allowed)
     meant = (nearest(word, known) for word in re.findall(r"[\w-]+", shown[:400]) if word not in known)
-    fix = next((f"did you mean {near!r}?" for near in meant if near), f"pass {allowed}.")
+    fix = next(
+        (f"did you mean {near!r}?" for near in meant if near), "give such a value, or leave it out for the default."
+    )
     raise PolicyError(what, limit=f"it must be {allowed}", fix=fix, rule="H102")

@@ -56,10 +56,11 @@ def check_keys(given: Mapping[str, Any], fields: Iterable[str]) -> None:
     known = [*fields, PRESET]
     for key, value in given.items():
         if key not in known:
-            otherwise = "pass a file as Guard(policy=FILE)." if key == "policy" else "take one of these."
+            others = "`python -c 'import holdfast; help(holdfast.Policy)'` lists them."
+            otherwise = "pass a file as Guard(policy=FILE)." if key == "policy" else others
             raise PolicyError(
                 f"{key!r}{named(value)} is not a policy field",
-                limit=f"the fields are {', '.join(known[:-1])}; and there is {PRESET}",
+                limit=f"holdfast.Policy has {len(known) - 1} of them, and there is {PRESET}",
                 fix=did_you_mean(key, known, otherwise=otherwise),
                 rule="H101",
             )
