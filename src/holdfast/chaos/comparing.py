@@ -283,7 +283,8 @@ def unsteady_fields(first: Sequence[Segment], second: Sequence[Segment]) -> tupl
 
 def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool) -> Comparison:
     """Compare all attempts of one rank with the undisturbed run; the last one has made no step if it `is_idle`."""
-    found, expected, newest_save = Comparison(), reference.steps, 0
+    found, expected = Comparison(), reference.steps
+    saves: dict[int, set[tuple[str, ...]]] = {}  # after how many steps, what
     kept: dict[int, Line] = {}  # the steps that lead to the weights at the end
     saved: dict[int, dict[int, set[tuple[str, ...]]]] = {}  # of each training: after how many steps, what
     parts = [(number, part) for number, segment in enumerate(segments) for part in reference.parts_of(segment)]
@@ -295,7 +296,7 @@ def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool
             found.resumed_at.append(place)
             found.steps_again += len(again)
             # Of the same entries: a file of the best weights is none to go on from.
-            same = [step for step, what in whole.items() if place == begin or what & whole.get(place, set())]
+            same = [step for step, what in whole.items() if place == begin or what & saves.get(place, set())]
             newest = max(same, default=0)
             if newest > place:
                 where = f"after step {place}" if place else "from the beginning"
@@ -303,12 +304,15 @@ def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool
                 found.differences.append(Difference(place + 1, "older", detail))
         found.differences += filter(None, [other or reference.first_difference(part, place)])
         goes_on = at + 1 < len(parts) and parts[at + 1][0] == number
-        steps = [place + line["step"] for line in part.lines if line["kind"] == "save" and not line["aside"]]
-        newest_save = max([newest_save, *steps])
-        for line in part.lines:  # a save before the end of a process, or it may not be whole
-            if line["kind"] == "save" and not line["aside"] and line["step"] < len(part.steps) + goes_on:
-                entries = tuple(sorted({key.partition(".")[0] for key in line["entries"]}))
-                whole.setdefault(place + line["step"], set()).add(entries)
+        for line in part.lines:
+            if line["kind"] == "save" and not line["aside"]:
+                entries, after = (
+                    tuple(sorted({key.partition(".")[0] for key in line["entries"]})),
+                    place + line["step"],
+                )
+                saves.setdefault(after, set()).add(entries)
+                if line["step"] < len(part.steps) + goes_on:  # before the end of a process, or it may not be whole
+                    whole.setdefault(after, set()).add(entries)
         for step in again:
             del kept[step]
         rest = place < len(expected) and _is_rest(part.steps[0], expected[place])
@@ -318,7 +322,7 @@ def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool
     if not differs and missing:
         detail = f"{len(kept)} steps lead to the end, not {len(expected)}"
         if is_idle:
-            missing[0] = min(missing[0], newest_save)
+            missing[0] = min(missing[0], max(saves, default=0))
             detail = f"the last start makes no step, but only {missing[0]} of {len(expected)} were saved"
         found.differences.append(Difference(missing[0] + 1, "end", detail))
     elif not differs:

@@ -14,12 +14,12 @@ import select
 import socket
 import struct
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-SOCKET_FILE = "refuser"
 # By machine: its number for the kernel, that of seccomp, and of the calls; ftruncate is among those that write.
 _MACHINES: dict[str, tuple[int, int, dict[str, tuple[int, ...]]]] = {
     "x86_64": (0xC000003E, 317, {"write": (1, 18, 20, 296, 328, 40, 326, 77), "read": (0, 17, 19, 295, 327)}),
@@ -29,6 +29,16 @@ _COPY_RANGE, _TRUNCATE = (326, 285), (77, 46)  # the third argument is the file,
 _NO_NEW_PRIVILEGES, _SET_FILTER, _FLAGS = 38, 1, 1 | 4 | 8 | 16  # all threads, none slowed down, one who is asked
 _ALLOW, _ASK, _CONTINUE = 0x7FFF0000, 0x7FC00000, 1
 _RECEIVE, _ANSWER, _QUESTION = 0xC0502100, 0xC0182101, "QIIiIQ6Q"
+
+
+@contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """Give the address of a folder's socket, which may have 107 bytes: not the path."""
+    held = os.open(folder, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{held}/refuser"
+    finally:
+        os.close(held)
 
 
 def ask_before(which: str, folder: Path) -> None:
@@ -44,8 +54,8 @@ def ask_before(which: str, folder: Path) -> None:
     lines = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in code))
     program = ctypes.create_string_buffer(struct.pack("HP", len(code), ctypes.addressof(lines)))
     libc = ctypes.CDLL(None, use_errno=True)
-    with socket.socket(socket.AF_UNIX) as asked:
-        asked.connect(str(folder / SOCKET_FILE))
+    with socket.socket(socket.AF_UNIX) as asked, _address(folder) as address:
+        asked.connect(address)
         libc.prctl(_NO_NEW_PRIVILEGES, *map(ctypes.c_ulong, (1, 0, 0, 0)))
         given = map(ctypes.c_long, (seccomp or -1, _SET_FILTER, _FLAGS, ctypes.addressof(program)))
         if (questions := libc.syscall(*given)) < 0:
@@ -64,7 +74,8 @@ class Refuser:
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
         self._plan, self.refused, self._over = plan, 0, threading.Event()
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(str(folder / SOCKET_FILE))
+        with _address(folder) as address:
+            self._server.bind(address)
         self._server.listen()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()

@@ -217,7 +217,7 @@ class Campaign:
             found.append(_fault("eval", f"SIGKILL in evaluation {number}", "eval", number, "SIGKILL"))
         if saves:
             found += self._in_saves(saves, after, step())
-            found += self._after_saves(saves, after, step())
+            found += self._after_saves(saves, after, step(), count)
         if segment.ranks > 1:
             for words, act, plan in (("stopped for 10 s", "SIGSTOP", {"later": _SLOW}), ("cut off", "cut off", {})):
                 rank = self._chance.randrange(1, segment.ranks)
@@ -248,17 +248,21 @@ class Campaign:
             found.append(replace(fault, between=partial(_damage, act=act, chance=self._chance)))
         return found
 
-    def _after_saves(self, saves: list[Line], after: int, step: int) -> list[Fault]:
+    def _after_saves(self, saves: list[Line], after: int, step: int, count: int) -> list[Fault]:
         words = f"SIGKILL in step {step + 1}, a read of the newest checkpoint fails (EIO)"
         newest = partial(_damage, act=lambda *_: None, chance=self._chance)
         fault = _fault("io", words, "backward", step, "SIGKILL")
         found = [replace(fault, between=newest, then=(_FAILS_ONCE, {}))]
         then: tuple[dict[str, Any], ...] = (_CLOCK,)
         words = f"SIGKILL in step {after + 1}, the clock set back an hour"
-        if more := [line["step"] - after for line in saves if line["step"] > after]:  # then which save is the newest?
-            words += ", SIGKILL after the next save"
+        if more := [line["step"] - after + 1 for line in saves if after < line["step"] < count - 1]:
+            words += ", SIGKILL after the next save"  # which save is the newest then?
             then = ({**_CLOCK, "at": "backward", "count": min(more), "act": "SIGKILL"}, _CLOCK)
         return [*found, replace(_fault("clock", words, "backward", after, "SIGKILL"), then=then)]
+
+    def _names(self, files: set[Path]) -> set[str]:
+        names = [str(each).removeprefix(f"{self._place.scratch}/").removeprefix("work/") for each in files]
+        return {re.sub(r"tmp[a-z0-9_]{8}", "tmp*", name) for name in names}  # those of `tempfile` are chance
 
     def _row(
         self, fault: Fault, first: Trial, references: dict[int, Reference], unsteady: Difference | None
@@ -279,9 +283,7 @@ class Campaign:
             return row
         row.attempts, row.seconds_lost = len(trial.attempts), max(0.0, row.seconds - first.last.seconds)
         row.left_processes = sum(attempt.left for attempt in trial.attempts)
-        left = sorted(trial.files - first.files)
-        names = [str(path).removeprefix(f"{self._place.scratch}/").removeprefix("work/") for path in left]
-        row.left_files = list(dict.fromkeys(re.sub(r"tmp[a-z0-9_]{8}", "tmp*", name) for name in names))
+        row.left_files = sorted(self._names(trial.files) - self._names(first.files))
         comparison = compare(references, trial)
         row.comparison = asdict(comparison)
         row.result, row.detail = _judge(fault, trial, comparison, unsteady)
