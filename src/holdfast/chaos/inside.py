@@ -82,6 +82,7 @@ class Inside:
         self.fault = Injector(folder, self.write)
         self._roots = tuple(f"{each}/" for each in (folder, *self.fault.plan.get("inside", ())))
         self._begin()
+        self.fault.begin()
         self._watch = ImportWatch(self.failed)
         self._watch.when_imported("torch", self._on_torch)
         os.register_at_fork(after_in_child=self._begin)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from holdfast.chaos.injecting import COMMAND_FILE, MET_FILE, PLAN_FILE
+from holdfast.chaos.refusing import Refuser
 from holdfast.chaos.workplace import Workplace
 from holdfast.supervise.launch import child_start
 from holdfast.supervise.launch.commands import make_environment
@@ -24,7 +27,6 @@ from holdfast.supervise.process_tree import kill_all, marked_processes, signal_a
 
 Line = dict[str, Any]
 _LOOK_SECONDS = 0.02
-_GRACE_SECONDS = 15.0
 _LEFT_SECONDS = 0.5
 _KILL_SECONDS = 5.0
 
@@ -49,6 +51,7 @@ class Attempt:
     left: int  # processes that outlived the command
     output: str  # its end
     segments: list[Segment]
+    refused: int = 0  # writes and reads
 
     def lines(self, kind: str) -> list[Line]:
         """Return the lines of one kind of all its processes."""
@@ -61,7 +64,7 @@ class Trial:
 
     attempts: list[Attempt]
     files: set[Path]  # that were there at its end
-    damaged: str | None = None  # the file that was damaged between two attempts
+    damaged: str | None = None  # the file that was damaged between two attempts, or is not read in the second
 
     @property
     def last(self) -> Attempt:
@@ -98,13 +101,15 @@ class Bench:
     def attempt(self, plan: dict[str, Any] | None) -> Attempt:
         """Start the command once and wait for its end; `plan` is the fault that it meets."""
         self._number += 1
+        plan = {"inside": list(map(str, self.place.tops)), **(plan or {})}
         traces = self.place.scratch / f"attempt-{self._number}"
         (traces / "processes").mkdir(parents=True)  # where `sitecustomize` notes what fails
-        (traces / PLAN_FILE).write_text(json.dumps({"inside": list(map(str, self.place.tops)), **(plan or {})}))
+        (traces / PLAN_FILE).write_text(json.dumps(plan))
         mark = f"{self.place.scratch.name}-{self._number}"
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
         environment |= {"OBSERVER_OF_HOLDFAST": "holdfast.chaos.inside", "TMPDIR": str(self.place.temporary)}
         began = time.monotonic()
+        refuser = Refuser(traces, plan) if "errno" in plan else None
         child = subprocess.Popen(  # noqa: S603 - the user's own command is the point
             [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid()), self._program, *self._command],
             cwd=self.place.work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0,
@@ -115,21 +120,25 @@ class Bench:
         reader.start()
         (traces / COMMAND_FILE).write_text(str(child.pid))
         try:
-            hung = self._wait(child, traces, began)
+            hung = self._wait(child, traces, began, *plan.get("later", (math.inf, 0)))
         finally:
             seconds, left = time.monotonic() - began, _end(child, mark)
             reader.join(_KILL_SECONDS)
+            if refuser is not None:
+                refuser.close()
         text = (traces / "output.txt").read_bytes()[-4000:].decode(errors="replace")
         segments = [_read(path) for path in sorted(traces.glob("*.jsonl"))]
         shutil.rmtree(traces, ignore_errors=True)
         return Attempt(
-            status=child.wait(), seconds=seconds, hung=hung, left=left, output=text, segments=segments
+            status=child.wait(), seconds=seconds, hung=hung, left=left, output=text, segments=segments,
+            refused=0 if refuser is None else refuser.refused,
         )  # fmt: skip
 
-    def _wait(self, child: subprocess.Popen[bytes], traces: Path, began: float) -> bool:
-        """Wait for the command; return whether it hangs. Kill after the time of grace what was asked to end."""
-        size, since, asked = -1, began, None
-        may_be_asked = b'"SIGTERM"' in (traces / PLAN_FILE).read_bytes()
+    def _wait(
+        self, child: subprocess.Popen[bytes], traces: Path, began: float, later: float, number: int
+    ) -> bool:  # fmt: skip
+        """Wait for the command, and send a signal so long after the fault; return whether it hangs."""
+        size, since, met = -1, began, math.inf
         while True:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_LOOK_SECONDS)
@@ -138,11 +147,12 @@ class Bench:
             now, found = time.monotonic(), sum(each.stat().st_size for each in traces.iterdir())
             if found != size:
                 size, since = found, now
-                asked = asked or (now if may_be_asked and (traces / MET_FILE).exists() else None)
+                met = min(met, now) if (traces / MET_FILE).exists() else met
             if now - since > self.still_seconds or now - began > self.most_seconds or now > self.deadline:
                 return True
-            if asked is not None and now - asked > _GRACE_SECONDS:
-                signal_all([child.pid], signal.SIGKILL)
+            if now - met > later:  # what was asked to end is killed, what was stopped goes on
+                whom = child.pid if number == signal.SIGKILL else int((traces / MET_FILE).read_text())
+                signal_all([whom], number)
 
 
 def _copy_output(pipe: IO[bytes], path: Path) -> None:
@@ -182,20 +192,24 @@ def _is_over(attempt: Attempt, steps: int) -> bool:
 
 def carry_out(
     bench: Bench, plan: dict[str, Any] | None = None, *, restarts: int = 0, steps: int = 0,
-    between: Callable[[Workplace, Sequence[Path]], str | None] | None = None,
+    between: Callable[[Workplace, Sequence[Path]], Path | None] | None = None, then: Sequence[dict[str, Any]] = (),
 ) -> Trial:  # fmt: skip
     """Carry out one trial from the beginning, with at most so many restarts.
 
     `steps` are those of the undisturbed run; `between` is given where saves were seen after the first attempt;
-    it damages a file and returns its name.
+    it returns the file that it damages, or which the second does not read. `then` are plans of the restarts; the last
+    one holds for all that follow.
     """
     bench.place.renew()
     attempts, damaged = [bench.attempt(plan)], None
     if between is not None and attempts[0].lines("fault"):
         saved = [Path(line["path"]) for line in attempts[0].lines("save") if line["path"]]
         damaged = between(bench.place, saved)
+    plans = itertools.chain(then, itertools.repeat(then[-1] if then else {}))
     while len(attempts) <= restarts and not _is_over(attempts[-1], steps):
-        attempts.append(bench.attempt(None))
-        if attempts[-1].status and attempts[-1].output == attempts[-2].output:
+        again = next(plans)
+        attempts.append(bench.attempt({**again, "path": str(damaged)} if damaged and "errno" in again else again))
+        if attempts[-1].status and attempts[-1].output == attempts[-2].output and not attempts[-1].lines("fault"):
             break  # the same end twice: it would go on like that
-    return Trial(attempts=attempts, files=set(bench.place.files()), damaged=damaged)
+    name = None if damaged is None else damaged.name
+    return Trial(attempts=attempts, files=set(bench.place.files()), damaged=name)
