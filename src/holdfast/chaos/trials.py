@@ -21,12 +21,16 @@ from typing import IO, Any
 from holdfast.chaos.injecting import COMMAND_FILE, MET_FILE, PLAN_FILE
 from holdfast.chaos.refusing import Refuser
 from holdfast.chaos.workplace import Workplace
+from holdfast.core.errors import PolicyError
+from holdfast.recorder.run_files import OBSERVE_VARIABLE
 from holdfast.supervise.launch import child_start
 from holdfast.supervise.launch.commands import make_environment
-from holdfast.supervise.process_tree import kill_all, marked_processes, signal_all
+from holdfast.supervise.launch.supervisor import become_subreaper
+from holdfast.supervise.process_tree import Tree, kill_all, marked_processes, signal_all
 
 Line = dict[str, Any]
 _LOOK_SECONDS = 0.02
+_OUTPUT_BYTES, _MOST_OUTPUT_BYTES, _LEAST_FREE_BYTES = 4000, 1 << 20, 1 << 20
 _LEFT_SECONDS = 0.5
 _KILL_SECONDS = 5.0
 
@@ -95,7 +99,9 @@ class Bench:
     """For one attempt."""
 
     def __init__(self, program: str, command: Sequence[str], place: Workplace, deadline: float) -> None:
-        self._program, self._command, self.place, self.deadline = program, list(command), place, deadline
+        self._program, self._command = place.word(program), list(map(place.word, command))
+        self.place, self.deadline = place, deadline
+        become_subreaper()
         self._number = 0
 
     def attempt(self, plan: dict[str, Any] | None) -> Attempt:
@@ -107,7 +113,10 @@ class Bench:
         (traces / PLAN_FILE).write_text(json.dumps(plan))
         mark = f"{self.place.scratch.name}-{self._number}"
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
-        environment |= {"OBSERVER_OF_HOLDFAST": "holdfast.chaos.inside", "TMPDIR": str(self.place.temporary)}
+        del environment[OBSERVE_VARIABLE]  # the command may be `holdfast run` itself
+        environment |= {"OBSERVER_OF_HOLDFAST": f"holdfast.chaos.inside:{traces}", "PWD": str(self.place.work)}
+        environment["TMPDIR"] = str(self.place.temporary)
+        tree = Tree(mark)
         began = time.monotonic()
         refuser = Refuser(traces, plan) if "errno" in plan else None
         child = subprocess.Popen(  # noqa: S603 - the user's own command is the point
@@ -122,11 +131,14 @@ class Bench:
         try:
             hung = self._wait(child, traces, began, *plan.get("later", (math.inf, 0)))
         finally:
-            seconds, left = time.monotonic() - began, _end(child, mark)
+            seconds, left = time.monotonic() - began, _end(child, mark, tree)
             reader.join(_KILL_SECONDS)
             if refuser is not None:
                 refuser.close()
-        text = (traces / "output.txt").read_bytes()[-4000:].decode(errors="replace")
+        if shutil.disk_usage(traces).free < _LEAST_FREE_BYTES:  # that would be taken for the training's
+            fix = f"make room on the disk of {self.place.scratch}, or set TMPDIR to another."
+            raise PolicyError("there is no room left for a trial", limit="it writes there", fix=fix, rule="H730")
+        text = (traces / "output.txt").read_bytes()[-_OUTPUT_BYTES:].decode(errors="replace")
         segments = [_read(path) for path in sorted(traces.glob("*.jsonl"))]
         shutil.rmtree(traces, ignore_errors=True)
         return Attempt(
@@ -156,15 +168,26 @@ class Bench:
 
 
 def _copy_output(pipe: IO[bytes], path: Path) -> None:
+    """Keep the end of what is printed; where that cannot be written the pipe is read all the same."""
+    end = b""
     with pipe, path.open("wb", buffering=0) as file:
-        shutil.copyfileobj(pipe, file)
+        while data := pipe.read(1 << 16):
+            end = (end + data)[-_OUTPUT_BYTES:]
+            with suppress(OSError):
+                if file.tell() > _MOST_OUTPUT_BYTES:
+                    file.seek(0)
+                    file.truncate()
+                    data = end
+                file.write(data)
 
 
-def _end(child: subprocess.Popen[bytes], mark: str) -> int:
+def _end(child: subprocess.Popen[bytes], mark: str, tree: Tree) -> int:
     """End what is left of a command; return how many processes did not end with it by themselves."""
 
     def find() -> set[int]:
-        return marked_processes(mark, [child.pid]) - {child.pid}
+        for each in tree.ended_orphans({child.pid}):
+            os.waitpid(each, os.WNOHANG)
+        return (marked_processes(mark, [child.pid]) | tree.processes()) - {child.pid}
 
     until, ended = time.monotonic() + _LEFT_SECONDS, child.poll() is not None
     while ended and find() and time.monotonic() < until:
@@ -177,7 +200,10 @@ def _end(child: subprocess.Popen[bytes], mark: str) -> int:
 
 
 def _read(path: Path) -> Segment:
-    lines = [json.loads(text) for text in path.read_bytes().split(b"\n")[:-1]]
+    lines = []
+    for text in path.read_bytes().split(b"\n")[:-1]:
+        with suppress(ValueError, TypeError):  # the training may have written there too
+            lines += [line] if "kind" in (line := json.loads(text)) else []
     steps = [line for line in lines if line["kind"] == "step"]
     rank, ranks = steps[0]["ranks"] if steps else (0, 1)
     return Segment(rank=rank, ranks=ranks, steps=steps, lines=lines)
@@ -203,7 +229,9 @@ def carry_out(
     bench.place.renew()
     attempts, damaged = [bench.attempt(plan)], None
     if between is not None and attempts[0].lines("fault"):
-        saved = [Path(line["path"]) for line in attempts[0].lines("save") if line["path"]]
+        saved = [
+            Path(line["path"]) for line in attempts[0].lines("save") + attempts[0].lines("moved") if line["path"]
+        ]
         damaged = between(bench.place, saved)
     plans = itertools.chain(then, itertools.repeat(then[-1] if then else {}))
     while len(attempts) <= restarts and not _is_over(attempts[-1], steps):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import random
 import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -145,8 +147,13 @@ class Campaign:
         try:
             first, second = (self._undisturbed() for _ in range(2))
             return self._try(first, second)
-        finally:
+        finally:  # whatever comes meanwhile: the copies are removed, and what was found is kept
+            ends = {}
+            with suppress(ValueError):  # in a thread signals are not ours
+                ends = {number: signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)}
             self._place.close()
+            for number, handler in ends.items():
+                signal.signal(number, handler)
 
     def _undisturbed(self) -> Trial:
         trial = carry_out(self._bench)
@@ -303,7 +310,8 @@ def _at_step(kind: str, words: str, at: str, step: int, act: str, **plan: Any) -
 def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Difference | None) -> tuple[str, str]:
     last, again = trial.last, f"{comparison.steps_again} steps made again" if unsteady is None else ""
     if not trial.attempts[0].lines("fault"):
-        return "did not occur", "the training ended before"
+        status = trial.attempts[0].status
+        return "did not occur", f"the training ended before{f', with {_status(status)}' * bool(status)}"
     if fault.between is not None and trial.damaged is None:
         return "did not occur", "no checkpoint was found"
     refused = sum(attempt.refused for attempt in trial.attempts)
@@ -344,7 +352,8 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
     """Refuse a command that cannot be put to the test."""
     most = max((len(segment.steps) for segment in attempt.segments), default=0)
     # What belongs to the system, or is a cache, is not the training's.
-    system = ("/dev/", "/proc/", "/sys/", str(place.scratch), f"{Path.home()}/.")
+    home = os.path.expanduser("~/.")  # noqa: PTH111 - where there is none that of pathlib raises
+    system = ("/dev/", "/proc/", "/sys/", str(place.scratch), home)
     written = [line["path"] for line in attempt.lines("outside") if "/pymp-" not in line["path"]]  # multiprocessing's
     written = [each for each in written if not each.startswith(system) and "/__pycache__" not in each]
     if attempt.hung and out_of_time:
@@ -378,6 +387,8 @@ def _damage(
     new = {}
     for path, (size, changed) in place.files().items():
         origin = place.first / path.relative_to(place.work) if path.is_relative_to(place.work) else None
+        if path.stat().st_nlink > 1:
+            continue  # under another name it may be somebody's data
         if size and (origin is None or not origin.exists() or origin.stat().st_mtime_ns != changed):
             new[path] = size, changed
     if not new:
