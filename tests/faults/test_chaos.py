@@ -64,6 +64,7 @@ def _forked(monkeypatch):
         **{name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")},
     )
     monkeypatch.setattr(trials, "subprocess", own)
+    monkeypatch.setattr(cli, "take_orphans", lambda: None)  # this process has other children
 
 
 @pytest.fixture
@@ -170,6 +171,7 @@ _STEPS += "for _ in range({}):\n    (w * w).backward()\n    o.step()\n"
         (_STEPS.format(2), "fewer than 4 steps"),
         ("raise SystemExit('no data')", "fails when nobody disturbs it, with exit code 1: no data"),
         (_STEPS.format(5) + "torch.save(w, '{elsewhere}')", "writes outside of the working directory"),
+        ("open('{elsewhere}', 'w')\n" + _STEPS.format(5), "writes outside of the working directory"),  # before torch
     ],
 )
 def test_a_command_that_cannot_be_put_to_the_test_is_refused(origin, tmp_path_factory, script, words):
@@ -235,6 +237,28 @@ def test_what_a_training_does_at_home_is_refused(origin, monkeypatch, tmp_path_f
     (origin / "train.py").write_text(script)
     with pytest.raises(PolicyError, match=r"writes outside.*best\.pt"):
         Campaign([sys.executable, "train.py"], origin=origin, only=["kill"]).run()
+
+
+def test_what_was_saved_is_damaged_under_its_later_name_and_no_file_of_others(origin, monkeypatch, tmp_path_factory):
+    """A larger file that the training links to is somebody's data; a last line like markup of Rich is shown."""
+    data = tmp_path_factory.mktemp("data") / "data.bin"
+    data.write_bytes(bytes(100_000))
+    script = _RANDOM_NAMES.replace('torch.load("c.pt")', 'load("c.pt")').replace("\ntorch.manual", f"""
+os.path.exists("d.bin") or os.link({str(data)!r}, "d.bin")
+def load(name):
+    try:
+        return torch.load(name)
+    except Exception:
+        raise SystemExit(r"bad pattern \\[/x]")
+torch.manual""", 1)  # fmt: skip
+    (origin / "train.py").write_text(script)
+    monkeypatch.chdir(origin)
+    words = ["chaos", "--only", "damage", "--", sys.executable, str(origin / "train.py")]  # its copy is started
+    ended = CliRunner().invoke(make_app("chaos", "events"), words)
+    assert ended.exit_code == 1, ended.exception
+    assert r"pattern \[/x] (c.pt was damaged)" in ended.stdout
+    assert data.read_bytes() == bytes(100_000)
+    assert {each.name for each in origin.iterdir()} == {"notes.txt", "train.py"}
 
 
 _LOUD = """

@@ -97,11 +97,12 @@ class Bench:
     """Without a new line in any trace for so long, an attempt hangs."""
     most_seconds = 1e9
     """For one attempt."""
+    gets_orphans = False
+    """Whether all further children of this process are the command's, see `take_orphans`."""
 
     def __init__(self, program: str, command: Sequence[str], place: Workplace, deadline: float) -> None:
         self._program, self._command = place.word(program), list(map(place.word, command))
         self.place, self.deadline = place, deadline
-        become_subreaper()
         self._number = 0
 
     def attempt(self, plan: dict[str, Any] | None) -> Attempt:
@@ -116,7 +117,7 @@ class Bench:
         del environment[OBSERVE_VARIABLE]  # the command may be `holdfast run` itself
         environment |= {"OBSERVER_OF_HOLDFAST": f"holdfast.chaos.inside:{traces}", "PWD": str(self.place.work)}
         environment["TMPDIR"] = str(self.place.temporary)
-        tree = Tree(mark)
+        tree = Tree(mark) if self.gets_orphans else None
         began = time.monotonic()
         refuser = Refuser(traces, plan) if "errno" in plan else None
         child = subprocess.Popen(  # noqa: S603 - the user's own command is the point
@@ -167,6 +168,12 @@ class Bench:
                 signal_all([whom], number)
 
 
+def take_orphans() -> None:
+    """Let orphans of a command become children of this process, which starts nothing else."""
+    become_subreaper()
+    Bench.gets_orphans = True
+
+
 def _copy_output(pipe: IO[bytes], path: Path) -> None:
     """Keep the end of what is printed; where that cannot be written the pipe is read all the same."""
     end = b""
@@ -181,13 +188,13 @@ def _copy_output(pipe: IO[bytes], path: Path) -> None:
                 file.write(data)
 
 
-def _end(child: subprocess.Popen[bytes], mark: str, tree: Tree) -> int:
+def _end(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) -> int:
     """End what is left of a command; return how many processes did not end with it by themselves."""
 
     def find() -> set[int]:
-        for each in tree.ended_orphans({child.pid}):
+        for each in tree.ended_orphans({child.pid}) if tree else ():
             os.waitpid(each, os.WNOHANG)
-        return (marked_processes(mark, [child.pid]) | tree.processes()) - {child.pid}
+        return (marked_processes(mark, [child.pid]) | (tree.processes() if tree else set())) - {child.pid}
 
     until, ended = time.monotonic() + _LEFT_SECONDS, child.poll() is not None
     while ended and find() and time.monotonic() < until:

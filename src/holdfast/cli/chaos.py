@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.chaos.page import render
+from holdfast.chaos.trials import take_orphans
 from holdfast.chaos.trying import KINDS, Campaign, Report, Row
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError, did_you_mean
@@ -62,6 +63,7 @@ def run(
             page.open("a").close()
             if not page.stat().st_size:
                 page.unlink()
+        take_orphans()
         try:
             report = Campaign(
                 command, origin=Path.cwd(), writes=writes or (), only=_kinds(only), seed=seed,
