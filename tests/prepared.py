@@ -53,10 +53,8 @@ _starting = threading.Lock()
 class Prepared(subprocess.Popen[Any]):
     """A `subprocess.Popen` of Python with given arguments, started from a process that is prepared.
 
-    Args:
-        arguments: What would follow ``python``: the path of a script, or ``-m`` and a module, and its arguments.
-        loaded: Modules that the prepared process has loaded, as far as they are installed.
-        given: ``stdin``, ``stdout``, ``stderr``, ``env``, ``cwd``, ``text`` and ``start_new_session`` of `Popen`.
+    That has loaded some modules, as far as they are installed. `given` are ``stdin``, ``stdout``, ``stderr``,
+    ``env``, ``cwd``, ``text`` and ``start_new_session`` of `Popen`.
     """
 
     def __init__(self, arguments: Sequence[object], *, loaded: tuple[str, ...] = _LOADED, **given: Any) -> None:
@@ -101,11 +99,7 @@ class Prepared(subprocess.Popen[Any]):
 
 
 def run_prepared(arguments: Sequence[object], *, timeout: float, **given: Any) -> subprocess.CompletedProcess[Any]:
-    """Run a program to its end, as `subprocess.run` with ``capture_output`` and ``text``.
-
-    Raises:
-        TimeoutExpired: After ``timeout`` seconds; the program is killed.
-    """
+    """Run a program to its end, as `subprocess.run` with ``capture_output`` and ``text``; kill it at a timeout."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Prepared(arguments, **{**streams, **given}) as process:
         try:

@@ -23,14 +23,10 @@ _TIMEOUT_SECONDS = 120.0
 
 
 class Life:
-    """One process of a training program.
+    """One process of a training program, which writes to a trace.
 
-    Args:
-        trace: Where it writes.
-        request: What it is asked for.
-        command: What comes before the interpreter, such as a command that mounts a disk; None: it is forked from a
-            process that is prepared.
-        name: Of the program.
+    `command` is what comes before the interpreter, such as one that mounts a disk; None: it is forked from a process
+    that is prepared.
     """
 
     def __init__(

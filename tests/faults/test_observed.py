@@ -30,13 +30,7 @@ Train = Callable[..., "Ended"]
 
 
 class Ended:
-    """What a script printed and left.
-
-    Args:
-        output: What it printed.
-        status: Its exit status.
-        run: The run directory, None if it was not observed.
-    """
+    """What a script printed and left; `run` is its run directory, None if it was not observed."""
 
     def __init__(self, output: str, status: int, run: Path | None) -> None:
         self.output = output

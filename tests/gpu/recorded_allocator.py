@@ -21,9 +21,7 @@ _SEGMENT_ACTIONS = ("segment_alloc", "segment_free")
 def first_difference(snapshot: Mapping[str, Any], *, cap_bytes: int | None = None) -> str:
     """Return where the segments that were asked for part from those of the simulator; empty if they nowhere do.
 
-    Args:
-        snapshot: Of ``torch.cuda.memory._snapshot()``.
-        cap_bytes: What the process was allowed.
+    The snapshot is of ``torch.cuda.memory._snapshot()``, `cap_bytes` what the process was allowed.
     """
     entries = [entry for entry in snapshot["device_traces"][0] if entry["action"] != "free_requested"]
     assert len({entry["stream"] for entry in entries if "stream" in entry}) < 2, "the simulator has one stream"

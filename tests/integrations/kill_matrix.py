@@ -61,13 +61,10 @@ class Net(nn.Module):
 
 
 class Life:
-    """The life that this process is.
+    """The life that this process is: its host writes to the folder, and it to the log.
 
-    Args:
-        folder: Where its host writes.
-        log: Where it writes itself.
-        kill: The optimizer step to die in, counted from 1; 0 for none, -1 to stop in each until it is continued.
-        settings: ``ours`` or ``torch``, batches of an epoch, batches of a step, steps from save to save.
+    `kill` is the optimizer step to die in, counted from 1; 0 for none, -1 to stop in each until it is continued.
+    Settings are ``ours`` or ``torch``, batches of an epoch, batches of a step, steps from save to save.
     """
 
     def __init__(self, folder: Path, log: Path, kill: int, settings: tuple[str, int, int, int]) -> None:
@@ -332,13 +329,7 @@ IMPORTS = {
 
 
 class Column:
-    """All lives of one host with one loader.
-
-    Args:
-        folder: For everything.
-        host: Name of the host.
-        settings: As `Life` takes them.
-    """
+    """All lives of one host with one loader; settings as `Life` takes them."""
 
     def __init__(self, folder: Path, host: str, settings: tuple[str, int, int, int]) -> None:
         self._host, self._settings = host, settings

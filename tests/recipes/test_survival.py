@@ -29,18 +29,12 @@ PROGRAM = "tests.recipes.programs.attempts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiny:
-    """How a recipe is made small.
+    """How a recipe is made small: by options of every attempt, whose steps are an epoch or more.
 
-    Args:
-        options: Of every attempt.
-        steps: Optimizer steps of a attempt; an epoch or more, so that every sample is met.
-        wide: Further options of the two attempts that differ in the memory that one of their steps may take.
-        share: Of what that step takes, which is left to it.
-        limited_step: Which step that is.
-        malloc: From which size on what is freed goes back to the system, in bytes.
-        bad: Sample that cannot be read.
-        killing: Sample that kills its worker.
-        data: Makes what all attempts share in a folder, and returns the options that name it.
+    The limited step has only a share of its memory; `wide` are options of the two attempts that differ in that,
+    `malloc` the size in bytes from which on what is freed goes back to the system. `bad` is a sample that cannot be
+    read, `killing` one that kills its worker. `data` makes what all attempts share, and returns the options that name
+    it.
     """
 
     options: Sequence[str]
@@ -211,12 +205,7 @@ RECIPES = {
 
 
 class Attempts:
-    """What came of the attempts of one recipe.
-
-    Args:
-        recipe: Its name.
-        place: Where each has a run directory.
-    """
+    """What came of the attempts of one recipe, each with a run directory of its own."""
 
     def __init__(self, recipe: str, place: Path) -> None:
         self.recipe, self.tiny, self._place = recipe, RECIPES[recipe], place

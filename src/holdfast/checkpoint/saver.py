@@ -266,14 +266,9 @@ def read_components(
 ) -> dict[str, Any]:
     """Return the trees of these components of a checkpoint that was verified before; what is not there is left out.
 
-    H311 if a file has lost its end meanwhile, H307 if the system does not let it be read.
-
-    Args:
-        entry: The checkpoint.
-        names: Of the components.
-        into: Live tensors by component and name. One of the saved type and shape is overwritten and returned, unless
-            it is expanded; all others are made, on the host.
-        share_of: Says of component, name and shape which rows of a tensor are read; None: all.
+    H311 if a file has lost its end meanwhile, H307 if the system does not let it be read. A live tensor in `into`, by
+    component and name, of the saved type and shape is overwritten and returned, unless it is expanded; all others are
+    made, on the host. `share_of` says of component, name and shape which rows of a tensor are read; None: all.
     """
     found = {}
     try:

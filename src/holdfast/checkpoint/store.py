@@ -64,12 +64,10 @@ class Store:
     def newest_good(
         self, on_damaged: Callable[[Path, str], None] | None = None, *, before_step: int | None = None
     ) -> Entry | None:
-        """Return the newest checkpoint that verifies; damaged ones are moved aside. Errors as `newest_good`.
+        """Return the newest checkpoint that verifies, of at most `before_step` steps; errors as `newest_good`.
 
-        Args:
-            on_damaged: Called with the path of each damaged one, as it was, and what is wrong with it. None: nothing
-                is moved.
-            before_step: Look only at those of at most so many steps; None if none of them verifies.
+        `on_damaged` is called with the path of each damaged one, as it was, and what is wrong; None: nothing is
+        moved.
         """
 
         def refused(path: Path, why: str) -> None:

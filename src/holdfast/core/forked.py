@@ -53,13 +53,10 @@ def backward_works_in_a_copy() -> bool:
 def in_a_copy_of_this_process(
     run: Callable[[], dict[str, Any]], *, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> dict[str, Any]:
-    """Fork, run there, and return what the copy has found; NaN and Inf may be in it.
+    """Fork, run there, and return what the copy has found; NaN and Inf may be in it. `NoAnswer` has the reason else.
 
     The copy uses one thread (OpenMP's others do not survive a fork), says nothing, is the first to be killed when the
     machine's memory is short, and dies with its parent, or when it has not answered in time.
-
-    Raises:
-        NoAnswer: With the reason, such as the exception that `run` has raised.
     """
     reading, writing = os.pipe()
     global is_copying

@@ -40,11 +40,7 @@ _MOST_OUTPUT_BYTES = 4 << 30  # sixteen times what `holdfast run` keeps; a hole 
 
 
 def collect_log(path: Path, *, status: int | None = None) -> Facts:
-    """Return what a log file says, and the status with which its command ended, if that is known.
-
-    Raises:
-        RunDirectoryError: H733 if it cannot be read, or is no log.
-    """
+    """Return what a log file says, and the status of its command, if that is known (H733 if it is no log)."""
     try:
         if not (path.is_file() or path.is_fifo()):
             path.stat()

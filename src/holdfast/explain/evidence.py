@@ -113,11 +113,7 @@ def is_own_code(frame: Frame) -> bool:
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame:
-    """Return the innermost frame of the user's own code, else the innermost.
-
-    Args:
-        frames: Innermost last; at least one.
-    """
+    """Return the innermost frame of the user's own code, else the innermost of at least one."""
     return next((frame for frame in reversed(frames) if is_own_code(frame)), frames[-1])
 
 

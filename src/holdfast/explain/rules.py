@@ -67,11 +67,7 @@ def _indented(text: str) -> str:
 
 
 def find_rule(rule_id: str) -> Rule:
-    """Return the rule with this id, in upper or lower case.
-
-    Raises:
-        PolicyError: H702.
-    """
+    """Return the rule with this id, in upper or lower case (H702)."""
     rules = catalogue()
     found = rules.get(rule_id.upper())
     if found is None:

@@ -156,9 +156,7 @@ def find_candidates(facts: Facts) -> list[Candidate]:
 def _telling_line(statements: Sequence[Statement], *, sure: bool) -> Statement | None:
     """Return the line that reads most like an error, of those after the newest exception; None: none does.
 
-    Args:
-        statements: All.
-        sure: Only one with the surest words, and none that is a warning.
+    `sure`: only one with the surest words, and none that is a warning.
     """
     after = max((each.position for each in statements if each.kind == "exception"), default=-1)
     lines = [each for each in statements if each.kind == "line"]
@@ -182,12 +180,7 @@ def _form(line: Statement) -> str:
 
 
 def in_order(candidates: Iterable[Candidate], *, first_rank: int | None) -> list[Candidate]:
-    """Return candidates with the most likely root first.
-
-    Args:
-        candidates: Of one role.
-        first_rank: Of the process that a launcher saw fail first, or None.
-    """
+    """Return candidates of one role with the most likely root first; a launcher saw `first_rank` fail first."""
     given = list(candidates)
     timed = all(candidate.statement.unix_seconds is not None for candidate in given if candidate.tier < CAUGHT)
 

@@ -22,13 +22,10 @@ from holdfast.loader.splitting import Split
 
 
 class Accumulation:
-    """Gradients that are kept between the batches of one step.
+    """Gradients that are kept between the batches of one step: one more copy of them while there are some to keep.
 
-    Args:
-        guard: Whose steps they are; it should be stepped by this object from now on.
-        begins: Called at the beginning of each attempt, to put back what an earlier one has changed outside.
-
-    Memory: one more copy of the gradients while there are some to keep.
+    `begins` is called at the beginning of each attempt, to put back what an earlier one has changed outside. The
+    guard should be stepped by this object from now on.
     """
 
     def __init__(self, guard: HostedGuard, begins: Callable[[], None] = lambda: None) -> None:

@@ -92,11 +92,7 @@ class Cursor:
         return self._stateful or not isinstance(self._loader, Iterator)
 
     def begin(self, state: RandomState | None) -> Iterator[Any]:
-        """Return an iterator over the batches from here to the end of the epoch.
-
-        Args:
-            state: Random state of a resumed run, put back at the right moment; None leaves it alone.
-        """
+        """Return an iterator over the rest of the epoch; the state of a resumed run is put back in time."""
         self._begun_in_the_middle, self.left_in_batch = self.batches > 0, False
         self._under_way, self._state_after, self._length = True, None, None
         for name in ("sampler", "batch_sampler"):

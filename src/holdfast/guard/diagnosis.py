@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 
 class Diagnosis:
-    """Observes the steps of a guard, if the policy wants it.
-
-    Args:
-        parts: Models, optimizers, schedulers.
-        policy: Settings.
-        record: Where findings go.
-    """
+    """Observes the steps of a guard, if the policy wants it."""
 
     def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
         self._record = record
@@ -82,13 +76,7 @@ class Diagnosis:
             self._observer.after_step(name)
 
     def step_ended(self, outcome: Outcome, names: Sequence[str], reason: str | None) -> None:
-        """Take in how a step of these optimizers ended.
-
-        Args:
-            outcome: It.
-            names: The optimizers.
-            reason: Why it was not committed; None: it was.
-        """
+        """Take in how a step of these optimizers ended, and the `reason` if it was not committed."""
         if self._observer is None:
             return
         if self._observer.sampled and (notice := self._observer.take_notice()) is not None:

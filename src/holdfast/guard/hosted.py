@@ -51,11 +51,7 @@ def hosted_policy(policy: Any, *, host: str, **settings: Any) -> Policy:
 def agreed(
     found: Policy, host: str, settings: Mapping[str, Any], limit: str = "{host} says {value!r}, and there can be one"
 ) -> Policy:
-    """Return a policy with the settings of a host in it.
-
-    Raises:
-        PolicyError: H109, for a value that says otherwise: a ``HOLDFAST_*`` variable, or another than the default.
-    """
+    """Return a policy with a host's settings in it; H109 where it, or a ``HOLDFAST_*`` variable, says otherwise."""
     usual = {each.name: each.default for each in dataclasses.fields(Policy)}
     variables = from_environment()
     for name, value in settings.items():
@@ -190,8 +186,7 @@ class HostedGuard(Guard):
     def return_from(self, why: str) -> None:
         """Return to the last good state after `nonfinite_state` has found something.
 
-        Raises:
-            NonFiniteError: H501, if rollbacks are spent or there is nothing to return to.
+        H501, if rollbacks are spent or there is nothing to return to.
         """
         self._recovery.after_refused_save(why)
 

@@ -92,13 +92,9 @@ def on_all(act: Callable[[], _T]) -> _T:
 
 
 def check_accelerator(accelerator: Any) -> str:
-    """Return the precision of an ``accelerate.Accelerator``, as the policy spells it.
+    """Return the precision of an ``accelerate.Accelerator``, as the policy spells it; of fp16 on a CPU, fp32.
 
-    Asked for fp16 on a CPU it computes in fp32, without a word.
-
-    Raises:
-        PolicyError: H111 for an engine that owns the optimizer, as all but ``DistributedDataParallel`` do, or another
-            precision.
+    H111 for an engine that owns the optimizer, as all but ``DistributedDataParallel`` do, or another precision.
     """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
@@ -130,17 +126,9 @@ def open_guard(
 ) -> HostedGuard:
     """Return a guard inside a framework's loop, which stands where the framework stands.
 
-    Args:
-        run_dir: Where it is recorded.
-        policy: From `hosted_policy`.
-        scaler: The framework's loss scaler.
-        saves_in: The framework's folder of checkpoints, and what their names match; None: it saves nothing.
-        carried: `carried_by` of the checkpoint that was loaded; None: none was, or one without holdfast.
-        resumed: Whether the framework goes on from a checkpoint.
-        **parts: As `HostedGuard` takes them.
-
-    Raises:
-        CheckpointError: H312, for a new start beside a checkpoint that is a link to a disk which is not there.
+    `saves_in` is the framework's folder of checkpoints, and what their names match; None: it saves nothing. `carried`
+    is `carried_by` of the checkpoint that was loaded; None: none was, or one without holdfast. H312 for a new start
+    beside a checkpoint that is a link to a disk which is not there.
     """
     if saves_in is not None and not resumed:
         for path in paths_in(saves_in[0]):
@@ -160,10 +148,7 @@ def open_guard(
 def carried_by(guard: HostedGuard, devices: list[torch.device], **trees: Any) -> dict[str, Any]:
     """Return what a checkpoint of the framework must hold: tensors under ``"tensors"``, and JSON values.
 
-    Args:
-        guard: Of this training.
-        devices: Other than the CPU, whose random state matters.
-        **trees: For `carried_tree`, by name.
+    The trees are for `carried_tree`, by name; of the devices, other than the CPU, the random state is added.
     """
     encoder = Encoder("holdfast")
     trees["random_state"] = capture(devices).to_tree()
@@ -201,14 +186,8 @@ def may_save(guard: HostedGuard | None) -> bool:
 def attempt_save(write: Callable[[], None], name: str, emit: Emit | None, undo: Callable[[], None]) -> bool:
     """Return whether a checkpoint was written and sealed; a disk that refuses does not end training.
 
-    Args:
-        write: Writes and seals it.
-        name: Of the checkpoint, for the event.
-        emit: Takes events; None: failures are logged.
-        undo: Removes what was written of a save that failed.
-
-    Raises:
-        Exception: from `write`, if it has another cause than the disk: the next save would fail too.
+    Of a save that failed `undo` removes what was written. An error of `write` that has another cause than the disk is
+    raised: the next save would fail too.
     """
     try:
         write()
@@ -231,14 +210,8 @@ def newest_checkpoint(
 ) -> Path | None:
     """Return the newest checkpoint that verifies; those before it that do not are moved aside, with an event.
 
-    Args:
-        candidates: Newest first.
-        emit: Takes events; None: they are logged.
-        run_dir: A recording that must not say that there was a checkpoint where none is found.
-
-    Raises:
-        CheckpointError: H312, if one was whole, or is said to have been saved, and none verifies or can be reached.
-        RunDirectoryError: H307, if one cannot be read now.
+    H312, if one was whole, or is said by the recording in `run_dir` to have been saved, and none verifies or can be
+    reached; H307, if one cannot be read now.
     """
 
     def refused(path: Path, why: str) -> None:

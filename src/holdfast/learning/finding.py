@@ -73,11 +73,9 @@ def demoted(finding: Finding, cause: str | None) -> Finding:
 
 
 def with_origin(finding: Finding, traced: str | None) -> Finding:
-    """Return a finding about NaN or Inf with what was traced, in place of a list of usual causes.
+    """Return a finding about NaN or Inf with what was traced, in place of a list of usual causes; others as they are.
 
-    Args:
-        finding: Any; others stay as they are.
-        traced: Why the newest such step was not made, with the origin and the sample; None: nothing was traced.
+    `traced` says why the newest such step was not made, with the origin and the sample; None: nothing was traced.
     """
     if traced is None or finding.rule not in ("H801", "H802", "H806"):
         return finding

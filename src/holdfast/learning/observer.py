@@ -81,16 +81,10 @@ def _harmless(
 class Observer:
     """Observes models and optimizers, and judges what it saw.
 
-    Args:
-        models: Modules by name.
-        optimizers: By name.
-        schedulers: By name.
-        total_steps: Optimizer steps that the run is meant to have; None: unknown.
-        objective: What the loss means; see `Policy.objective`.
-        frozen: Shell patterns of names of parameters that are meant not to learn; H102 for one that fits none.
-        ignore: Rules that shall be silent.
-        compiled: Whether a model is compiled, so that only what the optimizers see is observed; see `EagerHooks`.
-        guided: Whether every pass of training is inside `begin_step`, and losses are given to `end_step`.
+    `frozen` are shell patterns of names of parameters that are meant not to learn (H102 for one that fits none),
+    `ignore` rules that shall be silent. `compiled`: a model is compiled, so that only what the optimizers see is
+    observed, see `EagerHooks`. `guided`: every pass of training is inside `begin_step`, and losses are given to
+    `end_step`.
     """
 
     def __init__(
@@ -305,13 +299,10 @@ class Observer:
     def end_step(
         self, loss: float | None = None, names: Sequence[str] = (), *, committed: bool = True, clipped: float = 0.0
     ) -> list[Finding]:
-        """End a step, and return what is found for the first time.
+        """End a step of these optimizers (none: all), and return what is found for the first time.
 
-        Args:
-            loss: Mean loss of the step, where the caller knows it.
-            names: The optimizers whose step and loss it was; none: all.
-            committed: Whether the weights were changed.
-            clipped: The norm that the gradient was scaled down to; 0: it was not.
+        `loss` is the mean loss, where the caller knows it, and `clipped` the norm that the gradient was scaled down
+        to, or 0. The weights of a step that is not `committed` were not changed.
         """
         for name, each in self._optimizers.items():
             if names and name not in names:

@@ -155,9 +155,7 @@ def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
 def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None, named: bool) -> Plan:
     """Return where the entries of a map-style dataset come from; `named`: the user has passed the ranks.
 
-    Raises:
-        LoaderError: H603 for a sampler without a length, H607 for ranks that are given with a sampler of the user's
-            that does not divide its indices.
+    H603 for a sampler without a length, H607 for ranks with a sampler of the user's that does not divide its indices.
     """
     sampler, batch_sampler, dataset = given.get("sampler"), given.get("batch_sampler"), loader.dataset
     samples = len(dataset) if isinstance(dataset, Sized) else None

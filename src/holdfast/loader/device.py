@@ -16,11 +16,7 @@ from holdfast.core.errors import LoaderError
 
 
 def target_of(device: torch.device | str | None) -> torch.device | None:
-    """Return where to copy to, None for nowhere: no device was named, or a CPU.
-
-    Raises:
-        LoaderError: H607, for a device that is not there.
-    """
+    """Return where to copy to, None for nowhere: no device was named, or a CPU. H607 for one that is not there."""
     try:
         target = None if device is None else torch.device(device)
         if target is None or target.type == "cpu":
@@ -53,10 +49,7 @@ def _module_of(device: torch.device) -> Any:
 def moved(node: Any, target: torch.device | None) -> Any:
     """Return a tree with every tensor on a device, and all else as the same object, such as any part without tensors.
 
-    Args:
-        node: Any tree of dicts, lists, tuples, named tuples and dataclasses. Tensors in it are moved, and so is what
-            has a method ``to``.
-        target: Where to; None returns the tree as it is.
+    Moved are tensors in dicts, lists, tuples, named tuples and dataclasses, and what has a method ``to``.
     """
     if target is None:
         return node

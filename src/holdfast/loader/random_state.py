@@ -19,13 +19,9 @@ _MT19937_BYTES = 624 * 4 + 4  # the words and the position in them
 
 @dataclass(slots=True)
 class RandomState:
-    """All global random state.
+    """All global random state: of ``random``, ``numpy.random``, and torch on the CPU (uint8, shape ``(5056,)``).
 
-    Args:
-        python: As ``random.getstate()``.
-        numpy: As ``numpy.random.get_state()``.
-        cpu: As ``torch.get_rng_state()``, shape ``(5056,)``, uint8.
-        devices: State of each device's default generator, by name such as ``"cuda:0"``; uint8, on the CPU.
+    `devices` has that of each device's default generator by name, such as ``"cuda:0"``; uint8, on the CPU.
     """
 
     python: tuple[Any, ...]

@@ -9,9 +9,7 @@ from typing import Any
 class WeakCall:
     """A method of an object that may be gone: then nothing happens. A bound method would be a cycle of references.
 
-    Args:
-        owner: The object. A copy of it has a copy of this.
-        name: Of its method, whose result is not passed on.
+    A copy of the object has a copy of this. What the method returns is not passed on.
     """
 
     def __init__(self, owner: Any, name: str) -> None:

@@ -19,14 +19,9 @@ def find_bad_samples(
 ) -> list[int]:
     """Return the samples without which a bad batch is good, in rising order; none if it is bad whatever is left out.
 
-    A right hint costs one call; without one, k bad samples cost about ``2 k log2(size)``. If no smaller batch is good
-    at all, the search gives up after ``4 + 2 log2(size)`` calls, since then samples are hardly to blame.
-
-    Args:
-        is_bad: Whether a batch of exactly these samples (indices in rising order, never none) gives NaN or Inf.
-        size: Samples of the whole batch, which is bad.
-        hint: Samples under suspicion.
-        most_calls: Of `is_bad`; where they do not suffice, none is returned.
+    `is_bad` says whether a batch of exactly these samples (indices in rising order, never none) gives NaN or Inf. A
+    right hint costs one call of it; without one, k bad samples cost about ``2 k log2(size)``. If no smaller batch is
+    good at all, the search gives up after ``4 + 2 log2(size)`` calls, since then samples are hardly to blame.
     """
     search = _Search(is_bad, size, most_calls)
     try:

@@ -87,17 +87,10 @@ def trace(
 ) -> Origin | None:
     """Run a failing step once more and say where its NaN or Inf comes from; None if all was finite this time.
 
-    Args:
-        run_once: Runs forward and backward into ``.grad`` of `parameters`; returns the detached loss, shape ``()``.
-        models: By name; parts of a single one called ``"model"`` keep their bare paths.
-        parameters: Those that get gradients, by name.
-        batch_tensors: The tensors of the batch, by name.
-        batch_size: Samples of the batch as `run_once` passes it to the model; None if unknown.
-
-    Raises:
-        UntraceableError: if operations that may be to blame could not be examined.
-
-    Cost: about three to thirty times a step. Random state is touched by `run_once` alone.
+    Cost: about three to thirty times a step. Random state is touched by `run_once` alone, which runs forward and
+    backward into ``.grad`` of `parameters`, and returns the detached loss, shape ``()``. Parts of a single model
+    called ``"model"`` keep their bare paths. `batch_size` is as `run_once` passes the batch to the model; None if
+    unknown. `UntraceableError` if operations that may be to blame could not be examined.
     """
     known: list[tuple[Kind, str, torch.Tensor]] = [("input", name, tensor) for name, tensor in batch_tensors]
     known += [("parameter", name, tensor) for name, tensor in parameters]

@@ -28,14 +28,7 @@ _IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028
 
 
 def fill_page(template: str, figures: Mapping[str, object], now: datetime | None = None, **seen: Any) -> str:
-    """Return a page (H742 without plotly).
-
-    Args:
-        template: Name of the file.
-        figures: Of plotly, by the id of the element that each is drawn in.
-        now: The time at its foot.
-        **seen: What the template shows.
-    """
+    """Return a page (H742 without plotly); figures are by the id of the element that each is drawn in."""
     made = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, finalize=_harmless, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,

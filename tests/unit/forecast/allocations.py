@@ -12,9 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 def real_allocations(run: Callable[[], Any], since: str = "") -> tuple[int, int]:
     """Run something on the real CPU, once to warm up and once watched.
 
-    Returns:
-        The most bytes that were live above the beginning, and those that its result keeps. The beginning is that of
-        the part that is recorded by the name `since`, if one is given.
+    Return the most bytes that were live above the beginning, and those that its result keeps. The beginning is that
+    of the part that is recorded by the name `since`, if one is given.
     """
     kept = run()
     del kept

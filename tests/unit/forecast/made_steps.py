@@ -20,14 +20,7 @@ SAVES = {"linear": "input", "gelu": "input", "relu": "output", "dropout": "mask"
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer.
-
-    Args:
-        kind: A key of `SAVES`.
-        width: Bytes of its output for each sample.
-        scratch: Bytes that it takes while it runs, for each sample.
-        fixed: Bytes of its output besides.
-    """
+    """A layer of a kind in `SAVES`: bytes of its output, and while it runs, for each sample; fixed ones besides."""
 
     kind: str
     width: int
@@ -97,14 +90,10 @@ def make_step(
     optimizer_bytes: int = 0,
     branch_at: int | None = None,
 ) -> Trace:
-    """Return the trace of a step.
+    """Return the trace of a step, in which the blocks in `recompute` run under a checkpoint.
 
-    Args:
-        blocks: Of the model.
-        batch: Samples.
-        recompute: Blocks that run under a checkpoint.
-        optimizer_bytes: Scratch of the optimizer; 0 leaves it out.
-        branch_at: Block after which an operation runs that others do not have.
+    `optimizer_bytes` is scratch of the optimizer; 0 leaves it out. After the block `branch_at` an operation runs that
+    others do not have.
     """
     step = _Step(blocks, batch, frozenset(recompute))
     step.play(optimizer_bytes, branch_at)

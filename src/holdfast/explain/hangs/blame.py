@@ -52,13 +52,7 @@ class Diagnosis:
 
 
 def diagnose_hang(processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()) -> Diagnosis:
-    """Say what stands still, where, and who is to blame.
-
-    Args:
-        processes: All processes of the run that were looked at.
-        suspect: Pid of the one that was over its limit.
-        gone_ranks: Ranks that were there and are not any more.
-    """
+    """Say what stands still, where, and who is to blame; the pid `suspect` was over its limit, `gone_ranks` ended."""
     first = next(process for process in processes if process.pid == suspect)
     group = [process for process in processes if process.judged]
     blamed, odd_one_out = _odd_one_out(group, first, gone_ranks)

@@ -39,13 +39,10 @@ def clean(text: str) -> str:
 
 
 def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str = "") -> Waits:
-    """Say what a thread waits for.
+    """Say what a thread waits for, by its system call: ``"running"`` if in none, empty if unknown.
 
-    Args:
-        syscall: Name of the system call that it is in; ``"running"`` if in none, empty if unknown.
-        channel: Name of the kernel function that it sleeps in.
-        target: What the descriptor is that the call was given, as ``/proc/<pid>/fd`` names it.
-        library: File that the call was made from.
+    `channel` is the kernel function that it sleeps in, `target` what the descriptor is that the call was given, as
+    ``/proc/<pid>/fd`` names it, and `library` the file that the call was made from.
     """
     if syscall == "running":
         return "running"

@@ -128,12 +128,7 @@ def has_own_loader(process: Examined) -> bool:
 
 
 def how_it_stands(process: Examined, *, group: int) -> How:
-    """Say how a process stands still.
-
-    Args:
-        process: With its looks.
-        group: How many processes train together, this one included.
-    """
+    """Say how a process stands still, one of a `group` of so many that train together."""
     if process.last.state in "Tt":
         traced = " by a debugger" if process.last.state == "t" else " by a signal"
         frame = user_frame(process.last.main.frames)

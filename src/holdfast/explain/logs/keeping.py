@@ -60,12 +60,7 @@ class KeptLog:
 
 
 def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
-    """Read a log to its end and return what matters of it, in some 30 MiB at most, whatever its size and lines.
-
-    Args:
-        stream: Opened for reading bytes.
-        first_number: Of the first line, if the stream does not begin with the log.
-    """
+    """Read a log to its end and return what matters of it, in some 30 MiB at most, whatever its size and lines."""
     head: list[LogLine] = []
     hits = _Hits()
     tail: deque[tuple[int, bytes, int]] = deque()

@@ -79,11 +79,7 @@ def goes_on(text: str) -> bool:
 
 
 class Pulse:
-    """Where in the lines of one process its training shows that it goes on.
-
-    Args:
-        texts: Its lines.
-    """
+    """Where in the lines of one process its training shows that it goes on."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._forms = _forms(texts)

@@ -15,12 +15,7 @@ _parser: Any = importlib.import_module("re._parser")  # of the standard library,
 
 
 class QuickPattern:
-    """A regular expression.
-
-    Args:
-        pattern: Its text.
-        flags: As of `re.compile`; by default upper and lower case are the same.
-    """
+    """A regular expression; by default upper and lower case are the same."""
 
     def __init__(self, pattern: str, flags: int = re.IGNORECASE) -> None:
         self._pattern = re.compile(pattern, flags)

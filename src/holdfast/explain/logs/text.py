@@ -66,14 +66,10 @@ class LogText:
 
 
 def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool = False) -> LogText:
-    """Return what a log says; of any size, in bounded memory.
+    """Return what a log says; of any size, in bounded memory. `name` is for the sources of statements.
 
-    Args:
-        stream: Opened for reading bytes.
-        name: For the sources of statements, such as ``"train.log"``.
-        first_number: Of the first line, if the stream does not begin with the log.
-        alone: Whether nothing else is known of the run: then each line of a short log counts, since who reports a
-            failure often quotes a message without the words that errors have.
+    Where nothing else is known of the run (`alone`), each line of a short log counts, since who reports a failure
+    often quotes a message without the words that errors have.
     """
     kept = keep_lines(stream, first_number=first_number)
     lines = clean_lines(kept.lines)

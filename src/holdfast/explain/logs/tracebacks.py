@@ -89,11 +89,7 @@ def split_exception(text: str) -> tuple[str, str] | None:
 
 
 class TracebackReader:
-    """Read tracebacks from the lines of one process.
-
-    Args:
-        lines: In order; those of a group of exceptions without their margin, see `without_margins`.
-    """
+    """Read tracebacks from the lines of one process; those of a group of exceptions come `without_margins`."""
 
     def __init__(self, lines: Sequence[CleanLine]) -> None:
         self._lines = lines
@@ -164,13 +160,10 @@ class TracebackReader:
         return raised, after
 
     def message(self, at: int, first: str, *, bare: bool = False) -> tuple[str, Raised | None, int]:
-        """Return a message that begins at a line, the exception nested in it, and the index after it.
+        """Return a message that begins with `first` in a line, the exception nested in it, and the index after it.
 
-        Args:
-            at: Index of the line.
-            first: What of the line belongs to the message.
-            bare: There was no traceback before it: then only lines that are indented belong to it, or that go on in
-                small letters where a long line was wrapped.
+        `bare`: there was no traceback before it; then only lines that are indented belong to it, or that go on in
+        small letters where a long line was wrapped.
         """
         kept = [first]
         index = at + 1

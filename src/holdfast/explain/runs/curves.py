@@ -45,12 +45,7 @@ def lost_of_run(
     """Return how the training of a run was lost, or None, and whether anybody has read a loss of it.
 
     Of the processes with the same rank the newest counts: others are of an earlier start of a launcher, or of a
-    training that came before.
-
-    Args:
-        folders: Of processes that train.
-        guards: Folders of the recordings of guards.
-        between: Unix times between which marks of guards count: their rings hold all attempts.
+    training that came before. Marks of guards count `between` Unix times: their rings hold all attempts.
     """
     newest: dict[int | None, Path] = {}
     for folder, info in sorted(folders, key=lambda pair: pair[1].started):
@@ -87,10 +82,7 @@ def _curves(steps: Iterable[tuple[int, float | None, float | None]]) -> Curves:
 def find_lost(losses: Sequence[Point], norms: Sequence[Point] = (), *, log: str = "") -> Lost | None:
     """Return how a training was lost, to its end; None: it was not, or nobody knows.
 
-    Args:
-        losses: Those that were read, oldest first.
-        norms: Norms of gradients, in the same way.
-        log: Name of the log whose lines they are from; empty for steps.
+    Losses and norms of gradients come oldest first; `log` is the name of the log whose lines they are from.
     """
     found = _not_finite(losses, "loss", _FEWEST) or _exploded(losses)
     found = found or _not_finite(norms, "gradients", _FEWEST_NORMS)

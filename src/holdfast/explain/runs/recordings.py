@@ -99,11 +99,7 @@ class Recordings:
 
 
 def open_recordings(run: Path) -> Recordings:
-    """Return the recordings of a directory.
-
-    Raises:
-        RunDirectoryError: H731 if it holds none, H733 if it cannot be read, H734 if a newer holdfast made it.
-    """
+    """Return the recordings of a directory (H731 if it holds none, H733 unreadable, H734 of a newer holdfast)."""
     try:
         names = {path.name for path in run.iterdir()}
     except OSError as error:

@@ -49,13 +49,9 @@ def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]
 
 
 def chain_of(facts: Mapping[str, Any], *, fatal: Any, position: int, common: Mapping[str, Any]) -> list[Statement]:
-    """Return an exception that was recorded, after what it was raised from, the root first.
+    """Return an exception that was recorded as ``core.raised`` has it, after what it was raised from, the root first.
 
-    Args:
-        facts: As ``core.raised`` describes it.
-        fatal: Whether it ended its process; anything but a bool: nobody knows.
-        position: Of the first.
-        common: Further arguments of each `Statement`.
+    `fatal`: whether it ended its process; anything but a bool: nobody knows. `position` is that of the first.
     """
     found: list[Statement] = []
     chain = facts.get("chain")  # the nearest first
@@ -176,12 +172,9 @@ _BEGINS = ("loop", "resumed")
 
 
 def how_closed(events: Sequence[Event]) -> dict[str, str] | None:
-    """Return how a Guard closed, or None: its newest event does not say so.
+    """Return how a Guard closed, from events by time, or None: its newest event does not say so.
 
     ``how`` is "finished", "stopped" on request (``reason`` is such as "SIGTERM"), or "left" by a loop that broke off.
-
-    Args:
-        events: By time.
     """
     how = events[-1].data.get("how") if events and events[-1].kind == "closed" else None
     if not isinstance(how, str):
@@ -194,11 +187,8 @@ def how_closed(events: Sequence[Event]) -> dict[str, str] | None:
 def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> list[Statement]:
     """Return what guards stopped for and the errors that left them, each after what it was raised from.
 
-    Only the newest can have ended the run, and only if nothing went on after it.
-
-    Args:
-        events: By time.
-        last_step: When the newest step was marked, if the marks of steps were read.
+    Of these events by time only the newest can have ended the run, and only if nothing, such as the `last_step`, went
+    on after it.
     """
     ends = _ends(events)
     going = max((index for index, event in enumerate(events) if event.kind not in _OF_AN_END), default=-1)

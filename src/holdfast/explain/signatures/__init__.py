@@ -26,11 +26,7 @@ WELL = Signature(
 
 @functools.cache
 def all_signatures() -> dict[str, Signature]:
-    """Return every signature by its id, in the order of the ids.
-
-    Raises:
-        ValueError: if two have the same id, or one is no `Signature`; the message names the entry.
-    """
+    """Return every signature by its id, in the order of the ids."""
     found: dict[str, Signature] = {WELL.id: WELL}
     for entry in _entries():
         signature = _signature(entry)

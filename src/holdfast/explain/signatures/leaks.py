@@ -14,10 +14,5 @@ _TO_DEVICE = 20
 
 
 def signature_of(kind: str, *, on_host: bool) -> str:
-    """Return the id of the signature of a leak.
-
-    Args:
-        kind: One of `KINDS`.
-        on_host: Whether the memory is the host's, not that of a device.
-    """
+    """Return the id of the signature of a leak, by one of `KINDS`; `on_host`: the memory is not that of a device."""
     return f"H{1501 + KINDS.index(kind) + (0 if on_host else _TO_DEVICE)}"

@@ -61,11 +61,8 @@ Make = Callable[[Leaf], torch.Tensor]
 class SampleBatch:
     """A batch, any pytree, that can be made again in any size (H413 if nobody can say which its batch dimension is).
 
-    Args:
-        read: Returns the values of a tensor of integers or booleans, or None where they are unknown.
-        make: Returns a new tensor as it is described.
-        size: Its samples, as far as that is known; None, or one that nothing in it has: found by looking.
-        split: The batch dimension of its tensors, 0 or 1.
+    `read` returns the values of a tensor of integers or booleans, or None where they are unknown; `make` a new tensor
+    as it is described. A `size` that nothing in it has, or None, is found by looking.
     """
 
     def __init__(self, batch: Any, *, read: Read, make: Make, size: int | None = None, split: int = 0) -> None:

@@ -90,11 +90,9 @@ def trace_job(
 ) -> TraceResult:
     """Trace one training step of a user's job at several sizes; `on_progress` is called with what is being done.
 
-    Raises:
-        PolicyError: H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one
-            that returns something else, H414 for a step that raises, H415 for a child that died or took too long.
-        BatchError: H413, for a sample batch without a batch dimension.
-        OutOfMemoryError: H415, for a child that was killed, most probably since the host's memory was short.
+    H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one that returns
+    something else, H413 for a sample batch without a batch dimension, H414 for a step that raises, H415 for a child
+    that died, took too long, or was killed, most probably since the host's memory was short.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         folder = Path(name)

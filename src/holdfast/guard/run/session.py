@@ -374,11 +374,7 @@ class Session:
     # --- restore --------------------------------------------------------------------------------------------
 
     def resume(self) -> Path | None:
-        """Continue from the newest good checkpoint, if there is one.
-
-        Returns:
-            Its directory, or None at the start of a run.
-        """
+        """Continue from the newest good checkpoint and return its directory; None at the start of a run."""
         self.ranks.agree("opening", self._same_for_all)
         entry = self._newest_good()
         if entry is None:
@@ -430,10 +426,9 @@ class Session:
     def roll_back(
         self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
     ) -> dict[str, Any] | None:
-        """Return to the newest good state: a copy in host memory, else a checkpoint.
+        """Return to the newest good state: a copy in host memory, else a checkpoint; None if there is none.
 
-        Returns:
-            What the guard itself had saved in that state; None if there is none to return to.
+        What is returned is what the guard itself had saved in that state.
         """
         self.saving.finish()
         kept, entry = None, None

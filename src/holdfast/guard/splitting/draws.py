@@ -26,14 +26,9 @@ class Draws:
     """What torch draws in the first call since `start`; each later call, of a part, is given its rows of that.
 
     Numbers of python and numpy have no rows: they begin alike in each call, as if all samples shared them, or go on
-    from part to part, as if drawn for one sample after the other. A generator that the loss function seeds itself
-    begins alike in each call of training too: nothing is given to it.
-
-    Args:
-        devices: Whose generators may be drawn from, besides that of the CPU.
-        tolerance: By how much the inputs of a draw, such as probabilities, may differ between whole and part.
-        seed: That of the call of all samples.
-        in_order: Whether numbers of python and numpy go on.
+    from part to part (`in_order`), as if drawn for one sample after the other. A generator that the loss function
+    seeds itself begins alike in each call of training too: nothing is given to it. The inputs of a draw, such as
+    probabilities, may differ by a `tolerance` between whole and part.
     """
 
     def __init__(self, devices: Sequence[torch.device], tolerance: float, seed: int, *, in_order: bool) -> None:
@@ -55,8 +50,7 @@ class Draws:
     def call(self, first: int, samples: int) -> Iterator[None]:
         """Run one call of the loss function, of `samples` samples from the one numbered `first` on.
 
-        Raises:
-            NotRepeatableError: If it asks for other numbers than the call of all samples, or fails with them.
+        `NotRepeatableError` if it asks for other numbers than the call of all samples, or fails with them.
         """
         if not (self._in_order and first):
             seed_cpu(self._seed)

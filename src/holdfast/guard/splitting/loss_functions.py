@@ -223,15 +223,9 @@ def find_side_effects(
     """Return what another pass over the same samples changes, such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
 
     What a pass only overwrites (the last attention, a cache that is filled once) is the same after the second pass as
-    after the first, and is not named.
-
-    Args:
-        models: By name.
-        loss_fn: Its variables are those that it takes from outside, and the attributes of the object that it is of.
-        forward: Runs it once, the same each time, and returns the loss. Variables of the loss function, which may be
-            counters or logs, are named only if the second loss is another one than the first.
-        known: Objects that are put back, and so are no variables.
-        logs_too: Name variables in any case.
+    after the first, and is not named. `forward` runs one, the same each time, and returns the loss. Variables that
+    the loss function takes from outside, or has as an attribute, may be counters or logs: they are named only if the
+    second loss is another one than the first, or if `logs_too`; not those that are `known`, and so put back.
     """
     own = [*known, *(module for model in models.values() for module in model.modules())]
     losses, seen = [], []

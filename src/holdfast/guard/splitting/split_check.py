@@ -159,10 +159,7 @@ class SplitCheck:
     def run(self, batch: Any, size: int, empty: int | None = None) -> Verdict:
         """Compare samples from the beginning and from all over a batch, and more where candidates disagree.
 
-        Args:
-            batch: It.
-            size: Its samples.
-            empty: One that is known to hold nothing that counts, by the loss function's own word.
+        `empty` is a sample that is known to hold nothing that counts, by the loss function's own word.
         """
         self.states.keep()
         windows = [w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1]
@@ -185,10 +182,7 @@ class SplitCheck:
     def look(self, batch: Any, size: int | None, *, logs_too: bool = False) -> Verdict:
         """Return only what a forward pass over some samples leaves behind; over all, if they cannot be cut.
 
-        Args:
-            batch: It.
-            size: Its samples.
-            logs_too: Name also what has no effect on the next loss: a log, or a counter that may have one later.
+        `logs_too`: also what has no effect on the next loss: a log, or a counter that may have one later.
         """
         self.states.keep()
         few = batch if size is None else micro_batches(batch, size, min(_SAMPLES, size), self.split)[0][0]

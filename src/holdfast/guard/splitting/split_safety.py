@@ -130,13 +130,9 @@ class SplitSafety:
     def check(self, work: Work, part: int | None) -> tuple[bool, bool]:
         """Find out about a loss function, and say at its first step what cannot be promised.
 
-        Args:
-            work: The step.
-            part: Samples of the parts that its batch is cut into now; None: it is not.
-
-        Returns:
-            Whether it was tried out in this process, so that buffers and random state are to be put back; and
-            whether this batch may be cut.
+        `part` are the samples of the parts that the batch is cut into now; None: it is not. Return whether it was
+        tried out in this process, so that buffers and random state are to be put back, and whether this batch may be
+        cut.
         """
         known, splits_now = self._of(work.loss_fn), part is not None
         if not splits_now and known.settled:
@@ -258,11 +254,9 @@ class SplitSafety:
         return self._of(loss_fn).tried_empty or not self._policy.check_split
 
     def may_leave_out(self, work: Work, place: int) -> bool:
-        """Try out whether a part may weigh nothing that has no items but a loss; H207 if the policy asks for parts.
+        """Try out whether a part, whose first sample is at `place`, may weigh nothing that has no items but a loss.
 
-        Args:
-            work: The step; its random state and buffers are to be put back.
-            place: The first sample of the part.
+        H207 if the policy asks for parts. Random state and buffers of the step are to be put back.
         """
         known = self._of(work.loss_fn)
         known.tried_empty = True

@@ -62,11 +62,7 @@ class TwoPassRun:
     inputs: Inputs  # where gradients may go, asked before each backward
 
     def accumulate(self, split_loss: TwoPass, batch: Any, parts: Sequence[tuple[Any, int]]) -> Terms:
-        """Add the gradient of the loss over all samples to ``.grad``, part by part.
-
-        Returns:
-            The loss, still with the graph from the outputs on.
-        """
+        """Add the gradient of the loss over all samples to ``.grad``, part by part; return that loss."""
         buffers_at_first, buffers_at_last = self.keeper(), self.keeper()
         buffers_at_first.keep()
         joined, states = self._first_pass(split_loss, parts)

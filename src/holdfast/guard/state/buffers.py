@@ -84,9 +84,8 @@ class BufferKeeper:
     def put_back(self) -> list[str]:
         """Restore every buffer to what it was at `keep`: the same tensor object, the same values; and all states.
 
-        Returns:
-            Names of buffers that changed for the first time just now, of which there was no copy, and of states that
-            could not be restored.
+        Return the names of buffers that changed for the first time just now, of which there was no copy, and of
+        states that could not be restored.
         """
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer

@@ -86,13 +86,7 @@ def fingerprint(tree: Any) -> list[Any]:
 
 
 def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
-    """Say whether two trees of state hold the same values; NaN is like NaN.
-
-    Args:
-        first: Any tree.
-        second: Another.
-        tolerance: By how much floating-point values may differ, in relative L2 norm.
-    """
+    """Say whether two trees of state hold the same values, up to a tolerance in relative L2 norm; NaN is like NaN."""
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return _same_tensors(first, second, tolerance)
     if type(first) is not type(second):

@@ -142,8 +142,7 @@ class StepEngine:
     def keep(self, work: Work, attempt: Attempt) -> tuple[dict[torch.Tensor, torch.Tensor], Outcome]:
         """End a step without a commit, for one that is made of several batches.
 
-        Returns:
-            The gradients by parameter, which are the caller's now, and how the attempt ended.
+        Return the gradients by parameter, which are the caller's now, and how the attempt ended.
         """
         gradients = {p: p.grad for p in work.parameters if p.grad is not None}
         for parameter in work.parameters:

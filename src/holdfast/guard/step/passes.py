@@ -27,11 +27,7 @@ _Parts: TypeAlias = Sequence[tuple[Any, int]]
 
 
 class EmptyPartError(Exception):
-    """A part that declares no items has a loss all the same: whether that counts has to be tried out.
-
-    Args:
-        place: Its first sample in the batch.
-    """
+    """A part, from `place` on, declares no items and has a loss all the same: that has to be tried out."""
 
     def __init__(self, place: int) -> None:
         super().__init__("a part without items has a loss")

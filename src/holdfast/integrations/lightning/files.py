@@ -95,11 +95,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         return found
 
     def verified(self, path: Any) -> Any:
-        """Return a file if it verifies, or the newest beside it that does.
+        """Return a file if it verifies, or the newest beside it that does; H307, if one cannot be read now.
 
-        Raises:
-            CheckpointError: H312, if there is none, or if it is a link to a disk that is not there.
-            RunDirectoryError: H307, if one cannot be read now.
+        H312, if there is none, or if it is a link to a disk that is not there.
         """
         target = _local(path)
         if target is not None and (target.is_file() or target.is_symlink()):

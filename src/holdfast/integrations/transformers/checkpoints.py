@@ -87,17 +87,8 @@ def save_sealed(
 ) -> bool:
     """Have a Trainer write a checkpoint between the mark and the seal; older ones go only after that.
 
-    All processes write their part; the first one marks, seals and deletes.
-
-    Args:
-        trainer: Its ``args`` and ``state`` are used.
-        folder: Where it writes.
-        write: Has the Trainer write.
-        carried: For `carried_in`; None: nothing.
-        emit: Takes events.
-
-    Returns:
-        Whether it was saved.
+    All processes write their part; the first one marks, seals and deletes. Return whether it was saved; `carried` is
+    for `carried_in`, None: nothing.
     """
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     writes = trainer.is_world_process_zero()

@@ -43,13 +43,9 @@ class HostEpochs:
         self.current = None if self.current is None else self.current + by
 
     def follow(self, epoch: int, on_sampler: int | None, emit: Callable[[EventData], None], *, begun: bool) -> int:
-        """Return the epoch to iterate.
+        """Return the epoch to iterate: the loader's next, or what the host has set on a sampler of the user's.
 
-        Args:
-            epoch: The next of the loader.
-            on_sampler: What the host has set on a sampler of the user's, or None.
-            emit: Called with an event.
-            begun: Whether batches of this epoch were handed out before a restart: only a later one is followed.
+        `begun`: batches of this epoch were handed out before a restart; then only a later one is followed.
         """
         if on_sampler is not None and begun:
             self.named = on_sampler

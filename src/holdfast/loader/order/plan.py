@@ -51,14 +51,8 @@ class Entry(NamedTuple):
 class Plan:
     """Where the entries of an epoch come from: an order, cut into batches, which the ranks share step by step.
 
-    Args:
-        order: One of holdfast, or a user's sampler.
-        seed: Of the loader.
-        batch_size: Of a rank; None for samples by themselves.
-        drop_last: Whether a last step that is not full is left out.
-        rank: Which of the ranks this is; a sampler of the user's says itself what is whose.
-        world_size: Number of ranks.
-        of_batches: Whether the sampler yields batches, which are taken one by one as they are.
+    A `batch_size` of None is for samples by themselves. A sampler of the user's says itself what is whose rank's; one
+    `of_batches` yields batches, which are taken one by one as they are.
     """
 
     order: Order | Sampled

@@ -30,15 +30,8 @@ class Drawn(NamedTuple):
 class Sampled:
     """A user's sampler, drawn once an epoch from (seed, epoch), whatever its source of chance.
 
-    Args:
-        sampler: Yields indices, or lists of them.
-        seed: Of the loader.
-        repeats: As `DataLoader`.
-        batches: Whether it yields batches, not indices, which may be tuples.
-        samples: Of the dataset; None if that is not known.
-
-    Raises:
-        LoaderError: H603 for a sampler without a length, or with one that no memory holds.
+    It yields indices, or `batches` of them; an index may be a tuple. `samples` are those of the dataset, if known.
+    H603 for a sampler without a length, or with one that no memory holds.
     """
 
     def __init__(
@@ -121,11 +114,7 @@ class Sampled:
         return None
 
     def in_short(self, epoch: int, then: Drawn | None) -> Drawn:
-        """Return a digest of an epoch.
-
-        Raises:
-            LoaderError: H604 if another order was drawn `then`; of the indices of another rank nothing can be said.
-        """
+        """Return a digest of an epoch; H604 if another order was drawn `then`, as far as it is of this rank."""
         ranks = [int(each.rank) for each in self._samplers() if isinstance(getattr(each, "rank", None), Integral)]
         digest = hashlib.blake2b(repr(key_of(self.drawn(epoch))).encode(), digest_size=8).hexdigest()
         now = Drawn(digest, ranks[0] if ranks else None)

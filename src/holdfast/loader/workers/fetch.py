@@ -130,13 +130,8 @@ def shortage_in(error: BaseException) -> str | None:
 class Fetcher(Dataset[Any]):
     """A map-style dataset whose keys are entries and whose items are batches with reports.
 
-    Args:
-        dataset: The user's.
-        seed: With epoch and index it decides the random numbers of a sample.
-        collate: The user's collate function.
-        board: Where a worker shows what it is doing, or None.
-        replaces: Whether a bad sample is tried again and then replaced; else its exception ends the batch.
-        draws: As `LazySeeding`.
+    With epoch and index the seed decides the random numbers of a sample. A bad one is tried again and then replaced
+    (`replaces`); else its exception ends the batch. `draws` is as in `LazySeeding`.
     """
 
     def __init__(

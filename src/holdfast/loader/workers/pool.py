@@ -43,13 +43,8 @@ class WorkersLostError(Exception):
 class WorkerSettings:
     """How workers are run now; their recovery changes it.
 
-    Args:
-        workers: Worker processes.
-        method: Start method, or None for the default.
-        options: Further arguments of torch's loader.
-        timeout_seconds: So long the loop may wait for a batch; 0 for no limit.
-        share_by_file: Whether tensors are shared through named files, which takes no file descriptors.
-        keep: Whether workers are kept from one epoch to the next.
+    The loop may wait `timeout_seconds` for a batch; 0 for no limit. `share_by_file`: tensors are shared through named
+    files, which takes no file descriptors. `keep`: workers are kept from one epoch to the next.
     """
 
     workers: int

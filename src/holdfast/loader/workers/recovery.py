@@ -35,12 +35,7 @@ _CONTROLS = 3
 
 
 class WorkerRecovery:
-    """Hands out the batches of a source, whatever happens to the workers.
-
-    Args:
-        settings: How they are run.
-        emit: Called with each event.
-    """
+    """Hands out the batches of a source, whatever happens to the workers."""
 
     def __init__(self, settings: WorkerSettings, emit: Callable[[EventData], None]) -> None:
         self.settings = settings

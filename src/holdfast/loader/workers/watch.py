@@ -65,15 +65,11 @@ class Loss:
 class Watch:
     """Watches workers from a thread of its own; a context in which a loss interrupts what the main thread waits for.
 
-    Args:
-        processes: The workers.
-        board: What they say that they are doing.
-        limit_seconds: A worker that has been at one thing for so long is stuck; raised to eight times the longest
-            that one took so far. Its start, and the user's ``worker_init_fn``, may take ten times so long, or ten
-            times `timeout_seconds` if that is less: a lock that was held at the fork blocks it for ever.
-        timeout_seconds: So long the loop may wait for a batch, the start of a worker that is not stuck apart; 0 for
-            no limit.
-        may_end: Whether a worker that exits with code 0 has done its work.
+    A worker that has been at one thing for `limit_seconds` is stuck; that is raised to eight times the longest that
+    one took so far. Its start, and the user's ``worker_init_fn``, may take ten times so long, or ten times
+    `timeout_seconds` if that is less: a lock that was held at the fork blocks it for ever. The loop may wait
+    `timeout_seconds` for a batch, the start of a worker that is not stuck apart; 0 for no limit. One that exits with
+    code 0 has done its work if it `may_end`.
     """
 
     def __init__(
@@ -127,11 +123,7 @@ class Watch:
         self.waiter = 0
 
     def loss(self, patience_seconds: float = 0.0) -> Loss:
-        """Return why the workers were lost; called once they are.
-
-        Args:
-            patience_seconds: How long to wait for a death, if none is known.
-        """
+        """Return why the workers were lost; called once they are, it waits so long for a death, if none is known."""
         found = self._loss
         if found is None:  # torch has noticed it before us
             sentinels = {process.sentinel: worker for worker, process in enumerate(self._processes)}

@@ -71,10 +71,7 @@ def make_environment(
 def observing(environment: Mapping[str, str], run: Path, attempt: int) -> dict[str, str]:
     """Return an environment in which every Python process, children included, records into a run directory.
 
-    Args:
-        environment: Of the command; its ``PYTHONPATH`` comes after ours. Not changed.
-        run: The run directory, which exists.
-        attempt: Which attempt of the supervisor this is, from 0.
+    That exists. A ``PYTHONPATH`` of the command's comes after ours.
     """
     theirs = environment.get("PYTHONPATH", "")  # if empty nothing, whereas an empty entry is the current directory
     entries = [entry for entry in theirs.split(os.pathsep) if entry != str(_INJECTED)] if theirs else []

@@ -45,16 +45,7 @@ def _option(
 
 
 class Hosts:
-    """What this host tells the others, and what they tell.
-
-    Args:
-        run: The shared run directory.
-        number: Of this host, from 0.
-        count: Of all hosts.
-
-    Raises:
-        RunDirectoryError: H722 if nothing can be written there.
-    """
+    """What this host tells the others, in the run directory that all share, and what they tell (H722: unwritable)."""
 
     def __init__(self, run: Path, number: int, count: int) -> None:
         self._folder = run / HOSTS_FOLDER
@@ -78,14 +69,9 @@ class Hosts:
             ) from error
 
     def begin(self, wait: Callable[[float], bool], say: Callable[[str], None]) -> str | None:
-        """Wait until all hosts are ready, and begin.
+        """Wait until all hosts are ready, and begin; return None, or why there is nothing to begin.
 
-        Args:
-            wait: Sleeps so many seconds; false if a signal asks to end.
-            say: Prints a line.
-
-        Returns:
-            None, or why there is nothing to begin, as a sentence without a full stop.
+        `wait` sleeps so many seconds, and returns false if a signal asks to end; `say` prints a line.
         """
         ticket = f"{os.getpid()}-{time.time_ns()}"
         before = self._own.get("go")  # what all began together the last time

@@ -52,10 +52,9 @@ _observer: Observer | None = None
 
 
 def start(run: str) -> None:
-    """Observe this process from now on, if the run directory is there; once. Called by ``injected/sitecustomize.py``.
+    """Observe this process from now on, if the run directory is there; once. OSError if it cannot be written.
 
-    Raises:
-        OSError: if it cannot be written.
+    Called by ``injected/sitecustomize.py``.
     """
     global _observer
     folder = Path(run)
@@ -64,11 +63,7 @@ def start(run: str) -> None:
 
 
 class Observer:
-    """Observes this process, and those that are forked from it.
-
-    Raises:
-        OSError: if the folder of this process cannot be made or written.
-    """
+    """Observes this process, and those that are forked from it. OSError if its folder cannot be made or written."""
 
     def __init__(self, run: Path, attempt: int) -> None:
         self._run, self._attempt = run, attempt
@@ -130,11 +125,7 @@ class Observer:
             write_process(self._run, self._info._replace(**ranks))
 
     def samples(self) -> SampleRing:
-        """Return the ring of samples, made when it is first asked for.
-
-        Raises:
-            OSError: if it cannot be made.
-        """
+        """Return the ring of samples, made when it is first asked for. OSError if it cannot be made."""
         if self._samples is None:
             self._samples = SampleRing(self._own_folder() / SAMPLES_FILE)
         return self._samples

@@ -31,11 +31,7 @@ class Stacks:
         """The signal that is answered, None if there is none."""
 
     def open(self, folder: Path) -> None:
-        """Write into a folder from now on: of this process, or of one that was forked.
-
-        Raises:
-            OSError: if the file cannot be made.
-        """
+        """Write into a folder from now on: of this process, or of one that was forked. OSError if that cannot be."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         file = open_file(folder / FAULTHANDLER_FILE, flags)  # stays open: the handlers write to it
         if self._at_death:
