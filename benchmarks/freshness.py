@@ -37,7 +37,7 @@ FIRST_LOOKS = frozenset({"not_learning_held_out_2", "not_learning_held_out_3", "
 """Results of the one look at what was held out: they speak about the rules of that day, and are never made again."""
 
 _WATCHED = ("supervise", "explain", "recorder")
-_CHAOS = ("comparing", "digests", "injecting", "inside", "trials", "trying", "workplace")
+_CHAOS = ("clock", "comparing", "digests", "injecting", "inside", "refusing", "trials", "trying", "workplace")
 _ORIGIN = ("numerics", "guard/step/replay.py")
 SOURCES: dict[str, tuple[str, ...]] = {
     "accumulation": _STEP,

@@ -203,8 +203,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     random.seed()
     sys.modules["numpy"].random.seed()
     sys.orig_argv = [sys.executable, *request["arguments"]]
-    if run := os.environ.get("OBSERVED_BY_HOLDFAST"):
-        importlib.import_module("holdfast.supervise.injected.sitecustomize")._observe(run)
+    importlib.import_module("holdfast.supervise.injected.sitecustomize")._observe()
     what, *arguments = request["arguments"]
     first = "" if what == "-c" else request["cwd"] if what == "-m" else str(Path(what).resolve().parent)
     sys.path[0] = first

@@ -64,6 +64,7 @@ CASES = (
     Case("classifier", "last batch dropped", ("batch", "end")),
     Case("classifier", "shuffled anew", ("batch",)),
     Case("classifier", "older checkpoint", ("older",)),
+    Case("classifier", "named by the time", ("older",), ("clock",)),
     Case("classifier", "best instead of last", ("older",), _USUAL),  # shows where the last is not the best
     Case("classifier", "written in place", ("does not survive",), ("save",)),
     Case("language", "numpy state not saved", ("random", "inputs")),
@@ -84,15 +85,15 @@ CASES = (
     Case("gan", "generator of its own not saved", ("inputs", "losses")),
     Case("classifier", "", kinds=_USUAL),
     Case("classifier", "+saves when asked to end", kinds=_USUAL),
-    Case("classifier", "+checked", kinds=("kill", "save", "memory", "disk", "damage")),
+    Case("classifier", "+checked", kinds=("kill", "save", "memory", "disk", "io", "clock", "damage")),
     Case("classifier", "+best beside last", kinds=("kill", "eval")),
-    Case("language", "", kinds=_USUAL),
+    Case("language", "", kinds=(*_USUAL, "io", "clock")),
     Case("language", "+no weight decay", kinds=("kill", "term", "memory")),
     Case("language", "+saves in a thread", kinds=("kill", "term", "first")),
     Case("augmented", "", kinds=("kill", "term", "save")),
     Case("augmented", "+timeout and files", kinds=("worker",)),
     Case("scaled", "", kinds=_USUAL),
-    Case("gan", "", kinds=("kill", "term", "first")),
+    Case("gan", "", kinds=("kill", "term", "first", "disk", "io", "clock")),
 )
 
 

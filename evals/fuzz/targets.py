@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +26,8 @@ from recipes.pegasus.records import JsonLines
 from recipes.tacotron2.folder import SpeechFolder
 from recipes.wav import read_wav, write_wav
 from tests.unit.report.made_runs import happened, make_run, write_events
+from torch.distributed import init_process_group
+from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import holdfast
@@ -67,7 +70,8 @@ Work = Callable[[], str]
 def train(run: Path, steps: int) -> str:
     """Train a small model up to so many steps, from its newest checkpoint if there is one."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
+    model: Any = torch.nn.Linear(3, 2)
+    model = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
     guard = holdfast.Guard(
         run, model=model, optimizer=torch.optim.Adam(model.parameters(), 0.1), async_save=False,
         save_interval_steps=2, loader=holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4),
@@ -82,6 +86,30 @@ def train(run: Path, steps: int) -> str:
         raise
     guard.close()
     return f"from {guard.resumed_from and guard.resumed_from.name}"
+
+
+def train_ranks(run: Path, steps: int) -> str:
+    """Train as two ranks; the error of the first is raised, what is no clear one of the other too."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    try:
+        init_process_group("gloo", f"file://{run.parent}/store", timedelta(seconds=30), 2, 0 if child else 1)
+        found, error = train(run, steps), None
+    except BaseException as raised:  # noqa: BLE001 - for whoever has called, or the other process
+        found, error = "refused", raised
+    if child == 0:
+        bare = error is not None and not isinstance(error, holdfast.HoldfastError)
+        os.write(writing, "".join(traceback.format_exception(error)).encode()[-3000:] if bare else b"")
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        other = pipe.read().decode()
+    os.waitpid(child, 0)
+    if error is not None:
+        raise error
+    if other:
+        raise RuntimeError(f"rank 1: {other}")
+    return found
 
 
 def make_base(base: Path) -> str:
@@ -102,6 +130,7 @@ def make_base(base: Path) -> str:
     for line in COMMANDS:
         command(base / "tried", line)
     train(base / "tried", 8)
+    train_ranks(base / "ranks", 6)
     (base / MODULES).write_text("\n".join(sorted(sys.modules)))
     return "made"
 
@@ -226,6 +255,24 @@ def checkpoint(folder: Path, chance: Random) -> Work:
     return lambda: command(folder / "run", line) if exporting else train(folder / "run", 8)
 
 
+def ranks(folder: Path, chance: Random) -> Work:
+    """Go on as two ranks from a checkpoint, or files beside it, that were changed: both end, and in time."""
+    run = folder / "ranks"
+    newest, forging = max((run / "checkpoints").iterdir()), chance.random() < 0.7
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    near = [path for path in files if path.parent == newest]
+    for path in chance.sample(near if forging else files, chance.choice((1, 1, 2))):
+        if forging and path.suffix == ".json" and path.name != FILE_NAME:
+            value = json.loads(read_file(path))
+            other_place(chance, value)
+            path.write_text(json.dumps(value))
+        else:
+            hurt(chance, path)
+    if forging:
+        forge(newest)
+    return lambda: train_ranks(run, 8)
+
+
 def detail(folder: Path, chance: Random) -> Work:
     """Go on from, or read, a run in which a few places of one file of JSON are others, under a right digest."""
     run, training = folder / "run", chance.random() < 0.7
@@ -304,7 +351,7 @@ def recipes(folder: Path, chance: Random) -> Work:
 
 
 TARGETS: dict[str, Callable[[Path, Random], Work]] = {
-    each.__name__: each for each in (log, checkpoint, detail, tree, policy, recipes)
+    each.__name__: each for each in (log, checkpoint, detail, ranks, tree, policy, recipes)
 }
 CLEAR: dict[str, tuple[type[BaseException], ...]] = {
     **dict.fromkeys(TARGETS, (holdfast.HoldfastError,)),
@@ -314,6 +361,7 @@ CLEAR: dict[str, tuple[type[BaseException], ...]] = {
 
 def make_input(base: Path, folder: Path, target: str, chance: Random) -> Work:
     """Copy what a target needs into a folder, and change it."""
-    for name in {"checkpoint": ["run"], "detail": ["run"], "tree": ["run"], "recipes": ["data"]}.get(target, []):
-        shutil.copytree(base / name, folder / name)
+    needed = {"checkpoint": "run", "detail": "run", "tree": "run", "ranks": "ranks", "recipes": "data"}.get(target)
+    if needed is not None:
+        shutil.copytree(base / needed, folder / needed)
     return TARGETS[target](folder, chance)

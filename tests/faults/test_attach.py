@@ -86,6 +86,10 @@ def test_a_loop_that_mostly_waits_moves_and_one_that_only_polls_does_not(start: 
     """20 steps a second and nothing read; to wait as often for what never comes is to stand still."""
     assert attached(start(WAITING, "200000").pid, 0, 2)["moves"]
     assert attached(start(WAITING, "0").pid, 1, 2)["verdict"]["kind"] == "sleep"
+    joined = "import sys, threading as t\nx = t.Thread(target=exec, args=[sys.argv[2], globals()])\n"
+    joined += "x.start(); x.join()"
+    assert attached(start(joined, "200000", WAITING).pid, 0, 2)["moves"]
+    assert attached(start(joined, "0", WAITING).pid, 1, 2)["verdict"]["kind"] == "sleep"
 
 
 def test_the_verdict_comes_first_and_imports_are_folded(start: Start, tmp_path: Path) -> None:

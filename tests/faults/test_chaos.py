@@ -64,6 +64,7 @@ def _forked(monkeypatch):
         **{name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")},
     )
     monkeypatch.setattr(trials, "subprocess", own)
+    monkeypatch.setattr(cli, "take_orphans", lambda: None)  # this process has other children
 
 
 @pytest.fixture
@@ -170,6 +171,7 @@ _STEPS += "for _ in range({}):\n    (w * w).backward()\n    o.step()\n"
         (_STEPS.format(2), "fewer than 4 steps"),
         ("raise SystemExit('no data')", "fails when nobody disturbs it, with exit code 1: no data"),
         (_STEPS.format(5) + "torch.save(w, '{elsewhere}')", "writes outside of the working directory"),
+        ("open('{elsewhere}', 'w')\n" + _STEPS.format(5), "writes outside of the working directory"),  # before torch
     ],
 )
 def test_a_command_that_cannot_be_put_to_the_test_is_refused(origin, tmp_path_factory, script, words):
@@ -235,6 +237,28 @@ def test_what_a_training_does_at_home_is_refused(origin, monkeypatch, tmp_path_f
     (origin / "train.py").write_text(script)
     with pytest.raises(PolicyError, match=r"writes outside.*best\.pt"):
         Campaign([sys.executable, "train.py"], origin=origin, only=["kill"]).run()
+
+
+def test_what_was_saved_is_damaged_under_its_later_name_and_no_file_of_others(origin, monkeypatch, tmp_path_factory):
+    """A larger file that the training links to is somebody's data; a last line like markup of Rich is shown."""
+    data = tmp_path_factory.mktemp("data") / "data.bin"
+    data.write_bytes(bytes(100_000))
+    script = _RANDOM_NAMES.replace('torch.load("c.pt")', 'load("c.pt")').replace("\ntorch.manual", f"""
+os.path.exists("d.bin") or os.link({str(data)!r}, "d.bin")
+def load(name):
+    try:
+        return torch.load(name)
+    except Exception:
+        raise SystemExit(r"bad pattern \\[/x]")
+torch.manual""", 1)  # fmt: skip
+    (origin / "train.py").write_text(script)
+    monkeypatch.chdir(origin)
+    words = ["chaos", "--only", "damage", "--", sys.executable, str(origin / "train.py")]  # its copy is started
+    ended = CliRunner().invoke(make_app("chaos", "events"), words)
+    assert ended.exit_code == 1, ended.exception
+    assert r"pattern \[/x] (c.pt was damaged)" in ended.stdout
+    assert data.read_bytes() == bytes(100_000)
+    assert {each.name for each in origin.iterdir()} == {"notes.txt", "train.py"}
 
 
 _LOUD = """
@@ -400,11 +424,12 @@ for batch in guard.batches(max_epochs=1):
 
 @pytest.mark.slow
 def test_a_guard_is_hit_where_it_saves(origin, monkeypatch):
-    """Half-way through its file, with a full disk, and in a checkpoint instead of what it records: it is exact."""
+    """Half-way through its file, by a full or failing disk, and in a checkpoint, not its records: it is exact."""
     monkeypatch.setattr(trials, "subprocess", subprocess)  # holdfast is imported where it is observed
     (origin / "train.py").write_text(_GUARDED)
-    report = tried([sys.executable, "train.py"], origin, "save", "disk", "damage")
-    assert {(row.kind, row.result) for row in report.rows} == {(kind, "exact") for kind in ("save", "disk", "damage")}
+    kinds = ("save", "disk", "io", "clock", "damage")
+    report = tried([sys.executable, "train.py"], origin, *kinds)
+    assert {(row.kind, row.result) for row in report.rows} == {(kind, "exact") for kind in kinds}
     assert all(".safetensors was damaged" in row.detail for row in report.rows if row.kind == "damage")
     assert [row.attempts for row in report.rows if row.fault.startswith("killed half-way")] == [2]
 
@@ -416,6 +441,29 @@ _BATCHES = "loaded = iter(torch.utils.data.DataLoader(range(8)))\n[next(loaded) 
 _MODEL = "model = torch.nn.Linear(3, 1)\nweight, first"
 _BUFFER = "buffer := __import__('io').BytesIO())"
 _WRITE = 'open("c.pt", "wb").write(buffer.getbuffer())'
+
+_IN_FILE = """, open(name, "wb"))
+    except OSError as error:
+        if error.errno in (28, 5) and os.path.getsize(name):
+            continue
+        raise
+"""
+_FILES = [("torch.save", "try:\n        torch.save"), (", name)\n", _IN_FILE), ("import os", "import os, time")]
+_READ = """
+    try:
+        open("c.pt", "rb").read()
+    except OSError as error:
+        open("met", "w").write("read again" * (error.errno == 5))
+    saved ="""
+_BY_TIME = [
+    ("import os", "import glob, os\nfrom datetime import datetime\nimport os"),
+    ('os.path.exists("c.pt")', '(files := sorted(glob.glob("*.pt"), key=lambda name: name[0:]))'),
+    ('load("c.pt")', "load(files[-1])"), ('name, "c.pt")', 'name, f"{datetime.now():%Y%m%d%H%M%S%f}-{step}.pt")'),
+]  # fmt: skip
+_DRAWN = (
+    "loaded = iter(torch.utils.data.DataLoader(range(8), collate_fn=lambda _: torch.tensor(numpy.random.rand(3))))"
+)
+_DRAWN += "\nnumpy.random.seed(0)\nfor step"
 
 
 @pytest.mark.parametrize(
@@ -443,6 +491,19 @@ _WRITE = 'open("c.pt", "wb").write(buffer.getbuffer())'
         # A save through a buffer, as Lightning makes it, can be cut where it is written, here in place.
         ([("+ 1}, name)", "+ 1}, " + _BUFFER), ('os.replace(name, "c.pt")', _WRITE)], "save",
          ["exact", "does not survive"], ""),
+        # A disk that is full, or fails once, says so half-way through a file; the training goes on.
+        (_FILES, "disk", ["exact"], "0 steps made again"),
+        (_FILES, "io", ["exact"] * 2, "steps made again"),
+        # A read that fails once succeeds when it is made again.
+        ([("\n    saved =", _READ)], "io", ["exact"] * 2, "again"),
+        # The newest by the time in its name is not the newest after the clock was set back.
+        (_BY_TIME, "clock", ["work is lost"], "although step 2 was saved"),
+        ([*_BY_TIME, ("[0:]", "[-4:]")], "clock", ["exact"], "again"),
+        # Where the batch is drawn from a random state that is lost, that is the cause.
+        ([("weight * step", "weight * next(loaded)"), ("for step", _DRAWN), ("import os", "import numpy, os")],
+         "kill", ["another training"] * 3, "the random state of numpy differs, and with it the batch"),
+        # A start that makes no step is named.
+        ([(', saved["step"]', ", 8")], "kill", ["another training"] * 3, "the last start makes no step, but only"),
     ],
 )  # fmt: skip
 def test_what_a_training_may_do(origin, edits, kind, results, words):
@@ -454,3 +515,19 @@ def test_what_a_training_may_do(origin, edits, kind, results, words):
     report = tried([sys.executable, "train.py"], origin, kind)
     assert (report.steps, sorted(row.result for row in report.rows)) == (8, sorted(results))
     assert all(words in row.detail and row.attempts <= 3 for row in report.rows)
+    assert kind == "clock" or {name for row in report.rows for name in row.left_files} <= {"tmp*", "met", "c.pt"}
+    assert edits != _FILES or {row.attempts for row in report.rows if "half" in row.fault} == {1}
+
+
+@pytest.mark.slow
+def test_a_rank_may_be_slow_or_lose_its_connections(origin):
+    """One that goes on after 10 s changes nothing; one without connections ends them all, and they begin again."""
+    group = 'torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/{os.getppid()}", '
+    script = _RANKS.replace("torch.manual_seed(0)", f"{group}rank=rank, world_size=2)\ntorch.manual_seed(0)")
+    script = script.replace("    torch.save", "    torch.distributed.barrier()\n    torch.save")
+    script = script.replace('not os.path.exists(f"step{step}")', "False")
+    (origin / "ranks.py").write_text(script)
+    report = tried([sys.executable, "ranks.py"], origin, "rank")
+    rows = {row.fault.partition(" in ")[0]: (row.result, row.attempts) for row in report.rows}
+    found = {"rank 1 killed": ("exact", 2), "rank 1 stopped for 10 s": ("exact", 1), "rank 1 cut off": ("exact", 2)}
+    assert rows == found | {"rank 1 stopped": ("hangs", 2)}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evals.fuzz.targets import forge
 from tests.docs.pages import DOCS, blocks
 from tests.ranks.harness import Ended, _free_port, all_returned, run_ranks
 from torch import distributed, nn
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import holdfast
+from holdfast.checkpoint.store import Store
 from holdfast.guard.splitting.window import Window
 from holdfast.testing import limit_memory
 
@@ -268,6 +270,17 @@ def test_all_ranks_roll_back_to_the_same_checkpoint(tmp_path):
     for of_rank, rollbacks, step in found:
         assert torch.equal(of_rank, found[0][0])
         assert (rollbacks, step) == (1, found[0][2])
+
+
+def test_a_forged_random_state_of_a_rank_is_an_error_in_words_on_all(tmp_path):
+    """It lies beside that of the other ranks, and is looked at before anything is loaded."""
+    all_returned(run_ranks(going_back, 2, tmp_path))
+    newest = Store(tmp_path / "checkpoints").entries()[0].path
+    file = newest / "training.safetensors"
+    file.write_bytes(file.read_bytes()[: -3 * 5056] + b"\xff" * 3 * 5056)
+    forge(newest)
+    for end in run_ranks(going_back, 2, tmp_path):
+        assert "H311" in (end.raised or ""), end
 
 
 def differing(rank, run, what):

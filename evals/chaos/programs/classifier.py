@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -51,7 +52,8 @@ def save(epoch, done, name=None):
     if what == "written in place":
         torch.save(state(epoch, done), FOLDER / "step-last.pt")
         return
-    path = FOLDER / (name or f"step-{step:03}.pt")
+    number = f"{time.time():.6f}" if what == "named by the time" else f"{step:03}"
+    path = FOLDER / (name or f"step-{number}.pt")
     torch.save(state(epoch, done), path.with_suffix(".tmp"))
     if what == "+checked":
         digest = hashlib.sha256(path.with_suffix(".tmp").read_bytes()).hexdigest()

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from holdfast.chaos.trials import Line, Segment, Trial
 
@@ -129,13 +130,22 @@ class Reference:
                 continue
             found = [name for name in _WORDS if self._of(name, step) != self._of(name, self.steps[index])]
             found = [name for name in found if name not in self.unsteady]
+            if index == place and "batch" in found[:1] and (drawn := self._drawn_otherwise(step, self.steps[index])):
+                detail = f"the random state of {' and '.join(drawn)} differs, and with it the batch"
+                return Difference(index + 1, "random", detail)
             if found and found != ["random"]:  # random numbers that nothing is made of
                 return Difference(index + 1, found[0], self._detail(found[0], step, self.steps[index]))
         return None
 
-    def _of(self, name: str, step: Line) -> object:
+    def _of(self, name: str, step: Line) -> Any:
         value = step[name]
         return {key: each for key, each in value.items() if key not in self.unsteady} if name == "random" else value
+
+    def _drawn_otherwise(self, step: Line, expected: Line) -> list[str]:
+        """Return whose random states differ that steps draw numbers from; any loader draws from torch's."""
+        names = [each for each in ("numpy", "python") if self._of("random", step).get(each)]
+        names = [each for each in names if step["random"][each] != expected["random"].get(each)]
+        return [each for each in names if len({step["random"].get(each) for step in self.steps}) > 1]
 
     def _detail(self, what: str, step: Line, expected: Line) -> str:
         if what == "settings":
@@ -271,9 +281,10 @@ def unsteady_fields(first: Sequence[Segment], second: Sequence[Segment]) -> tupl
     return difference, reference.unsteady
 
 
-def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
-    """Compare all attempts of one rank with the undisturbed run."""
+def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool) -> Comparison:
+    """Compare all attempts of one rank with the undisturbed run; the last one has made no step if it `is_idle`."""
     found, expected = Comparison(), reference.steps
+    saves: dict[int, set[tuple[str, ...]]] = {}  # after how many steps, what
     kept: dict[int, Line] = {}  # the steps that lead to the weights at the end
     saved: dict[int, dict[int, set[tuple[str, ...]]]] = {}  # of each training: after how many steps, what
     parts = [(number, part) for number, segment in enumerate(segments) for part in reference.parts_of(segment)]
@@ -285,7 +296,7 @@ def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
             found.resumed_at.append(place)
             found.steps_again += len(again)
             # Of the same entries: a file of the best weights is none to go on from.
-            same = [step for step, what in whole.items() if place == begin or what & whole.get(place, set())]
+            same = [step for step, what in whole.items() if place == begin or what & saves.get(place, set())]
             newest = max(same, default=0)
             if newest > place:
                 where = f"after step {place}" if place else "from the beginning"
@@ -293,10 +304,15 @@ def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
                 found.differences.append(Difference(place + 1, "older", detail))
         found.differences += filter(None, [other or reference.first_difference(part, place)])
         goes_on = at + 1 < len(parts) and parts[at + 1][0] == number
-        for line in part.lines:  # a save before the end of a process, or it may not be whole
-            if line["kind"] == "save" and not line["aside"] and line["step"] < len(part.steps) + goes_on:
-                entries = tuple(sorted({key.partition(".")[0] for key in line["entries"]}))
-                whole.setdefault(place + line["step"], set()).add(entries)
+        for line in part.lines:
+            if line["kind"] == "save" and not line["aside"]:
+                entries, after = (
+                    tuple(sorted({key.partition(".")[0] for key in line["entries"]})),
+                    place + line["step"],
+                )
+                saves.setdefault(after, set()).add(entries)
+                if line["step"] < len(part.steps) + goes_on:  # before the end of a process, or it may not be whole
+                    whole.setdefault(after, set()).add(entries)
         for step in again:
             del kept[step]
         rest = place < len(expected) and _is_rest(part.steps[0], expected[place])
@@ -305,6 +321,9 @@ def _compare(reference: Reference, segments: Sequence[Segment]) -> Comparison:
     missing = sorted(set(range(len(expected))) ^ kept.keys())
     if not differs and missing:
         detail = f"{len(kept)} steps lead to the end, not {len(expected)}"
+        if is_idle:
+            missing[0] = min(missing[0], max(saves, default=0))
+            detail = f"the last start makes no step, but only {missing[0]} of {len(expected)} were saved"
         found.differences.append(Difference(missing[0] + 1, "end", detail))
     elif not differs:
         found.differences += filter(None, [reference.saved_difference(segments)])
@@ -325,7 +344,8 @@ def losses(steps: Sequence[Line]) -> list[float | None]:
 def compare(references: dict[int, Reference], trial: Trial) -> Comparison:
     """Compare every rank; return what the one came to that differs first, else that of the first."""
     ranks, causes = trial.ranks(), [*_AT_START, *_WORDS]
-    found = {rank: _compare(each, ranks[rank]) for rank, each in references.items() if rank in ranks}
+    is_idle = not any(segment.steps for segment in trial.last.segments)
+    found = {rank: _compare(each, ranks[rank], is_idle=is_idle) for rank, each in references.items() if rank in ranks}
 
     def when(rank: int) -> tuple[float, int]:
         places = [(each.step, causes.index(each.what)) for each in found[rank].differences if each.what in causes]

@@ -7,12 +7,16 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from holdfast.chaos import clock
+from holdfast.chaos.refusing import ask_before
 
 PLAN_FILE = "plan.json"
 COMMAND_FILE = "command.pid"
@@ -24,7 +28,7 @@ class Injector:
 
     ``at`` is the moment: ``backward``, ``before`` or ``after`` a step, ``loader``, ``forward``, ``eval``,
     ``save begins`` or ``save ends``; ``count`` how many steps (saves, evaluations) there were by then; ``act`` what
-    is done; ``rank`` to whom.
+    is done; ``rank`` to whom. ``clock`` is by how many seconds another time it is, ``path`` a file that is not read.
     """
 
     def __init__(self, folder: Path, write: Callable[..., None]) -> None:
@@ -35,12 +39,28 @@ class Injector:
         self._at = self.plan.get("at")
         self._cut = False
 
+    def begin(self) -> None:
+        """Carry out what holds from the start of a process on."""
+        if "clock" in self.plan:
+            clock.shift(self.plan["clock"])
+        if "path" in self.plan:
+            self._ask_before("read")
+
+    def _ask_before(self, which: str) -> bool:
+        try:
+            ask_before(which, self._folder)
+        except OSError as error:
+            self._write("missed", why=f"this system refuses a filter of system calls (seccomp): {error.strerror}")
+            return False
+        return True
+
     def _is_now(self, at: str, count: int) -> bool:
         if at != self._at or count < self.plan["count"] or own_rank()[0] != self.plan.get("rank", 0):
             return False
         self._at = None
         with suppress(FileExistsError):  # once in all processes: a launcher may start others in place of a dead one
-            os.close(os.open(self._folder / MET_FILE, os.O_CREAT | os.O_EXCL, 0o600))
+            with (self._folder / MET_FILE).open("x") as file:
+                file.write(str(os.getpid()))
             self._write("fault", act=self.plan["act"])
             return True
         return False
@@ -96,6 +116,24 @@ class Injector:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
+    def _limit_disk(self) -> None:
+        """Let the kernel cut short what would grow too large; what comes then is refused with the planned errno."""
+        if self._ask_before("write") or self.plan["act"] == "disk":  # which is EFBIG then
+            self._limit_files()
+
+    def _cut_off(self) -> None:
+        """Shut down every TCP connection of this process."""
+        count = 0
+        for file in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # it is closed again, or a socket that is not connected
+                if file.is_socket():
+                    with socket.socket(fileno=os.dup(int(file.name))) as each:
+                        if each.family != socket.AF_UNIX and each.getpeername():
+                            each.shutdown(socket.SHUT_RDWR)
+                            count += 1
+        if not count:
+            self._write("missed", why="no TCP connection was open")
+
     def _limit_files(self) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(self.plan["bytes"]), hard))
@@ -137,6 +175,8 @@ _ACTS: dict[str, Callable[[Injector], None]] = {
     "SIGSTOP": lambda injector: injector._signal(signal.SIGSTOP),
     "SIGTERM": Injector._terminate,
     "memory": Injector._use_up_memory,
-    "disk": Injector._limit_files,
+    "disk": Injector._limit_disk,
+    "EIO": Injector._limit_disk,
+    "cut off": Injector._cut_off,
     "cut write": Injector._cut_write,
 }

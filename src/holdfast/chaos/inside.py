@@ -34,7 +34,9 @@ _SAVERS = {
 }
 _HANDLED = tuple(signal.Signals[f"SIG{name}"] for name in ("CHLD", "TERM", "INT", "HUP", "USR1", "USR2", "ALRM"))
 _WRITES = os.O_WRONLY | os.O_RDWR
-_CHANGES = {"os.remove": 1, "os.rename": 2, "os.rmdir": 1, "shutil.rmtree": 1}  # events of audit, with their paths
+# Events of audit, with the places of their paths; after these a descriptor of a folder, or -1, comes last.
+_CHANGES = {"os.remove": (0,), "os.rename": (0, 1), "os.rmdir": (0,), "shutil.rmtree": (0,), "os.symlink": (1,),
+            "os.link": (1,), "os.mkdir": (0,)}  # fmt: skip
 _SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 _SEEN_NUMBERS = 4  # of each of the first parameters: to find out which state is the nearest
 _inside: Inside | None = None
@@ -77,11 +79,12 @@ class Inside:
     """Traces this process and those that are forked from it."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._trace = folder, folder
         self._torch: Any = None
         self.fault = Injector(folder, self.write)
         self._roots = tuple(f"{each}/" for each in (folder, *self.fault.plan.get("inside", ())))
         self._begin()
+        self.fault.begin()
         self._watch = ImportWatch(self.failed)
         self._watch.when_imported("torch", self._on_torch)
         os.register_at_fork(after_in_child=self._begin)
@@ -92,6 +95,7 @@ class Inside:
         self.steps = self._saves = self._evaluations = self._backwards = 0
         self._in_backward = self._saving = self._has_workers = False
         self._written: set[str] = set()
+        self._saved_to: set[str] = set()
         self._loaded: str | None = None
         self._scale: float | None = None
         self._first: dict[int, str] = {}  # digests of buffers before the first forward, by module
@@ -110,13 +114,21 @@ class Inside:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Add a line to the trace of this process."""
+        if self._file is not None and not self._is_ours():
+            self._file = os.open(self._trace, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         if self._file is None:
-            path = self._folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._trace = self._folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
+            self._file = os.open(self._trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             versions = {"Python": platform.python_version(), "torch": str(getattr(self._torch, "__version__", ""))}
             self.write("start", versions=versions)
         line = {"kind": kind, "step": self.steps, "seconds": time.time(), **facts}
         self.fault.append(self._file, json.dumps(line).encode() + b"\n")
+
+    def _is_ours(self) -> bool:
+        """Return whether nobody has closed the file of the trace, and opened another by its number."""
+        with suppress(OSError, TypeError):
+            return os.path.samestat(os.fstat(self._file), self._trace.stat())  # type: ignore[arg-type]
+        return False
 
     def failed(self, error: BaseException) -> None:
         """Note an error of ours; the training goes on."""
@@ -124,7 +136,7 @@ class Inside:
             file.writelines(traceback.format_exception(error))
 
     def _noted(self, act: Callable[..., Any], *args: Any) -> Any:
-        if self._torch.compiler.is_dynamo_compiling():
+        if self._torch is not None and self._torch.compiler.is_dynamo_compiling():
             return None
         with _handlers_wait():
             try:
@@ -133,16 +145,20 @@ class Inside:
                 return self.failed(error)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._torch is None:
-            return
         if event == "open":
             paths = arguments[:1] if isinstance(arguments[2], int) and arguments[2] & _WRITES else ()
-        else:  # below a descriptor of a folder, the folder itself was named before
-            count = _CHANGES.get(event, 0)
-            paths = arguments[:count] if all(each == -1 for each in arguments[count:]) else ()
+        elif event == "os.truncate":
+            paths = arguments[:1]
+        elif event in _CHANGES and arguments[-1] in (-1, None):  # a folder's descriptor: it was named before
+            paths = tuple(arguments[at] for at in _CHANGES[event])
+        else:
+            return
         for path in paths:
-            if isinstance(path, (str, bytes)):
+            if isinstance(path, (str, bytes, os.PathLike)) and not (event == "os.mkdir" and os.path.isdir(path)):  # noqa: PTH112
                 self._noted(self._wrote, os.fsdecode(path))
+        if event == "os.rename" and os.path.realpath(paths[0]) in self._saved_to:
+            self._saved_to.add(to := os.path.realpath(paths[1]))
+            self._noted(partial(self.write, "moved", path=to))
 
     def _wrote(self, path: str) -> None:
         path = os.path.realpath(path)
@@ -346,6 +362,7 @@ class Inside:
         is_place = isinstance(given[0], (str, os.PathLike)) or type(given[0]).__module__.startswith("holdfast.")
         entries = {} if is_place else self._digests.saved(given[0])
         if path is not None:
+            self._saved_to.add(path)
             sizes = [each.stat().st_size for each in (Path(path), *Path(path).rglob("*")) if each.is_file()]
             size = max(sizes, default=size)
         optimizers = [] if aside else [ref() for ref in self._optimizers]  # they may have stepped since

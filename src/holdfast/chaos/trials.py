@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,14 +19,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from holdfast.chaos.injecting import COMMAND_FILE, MET_FILE, PLAN_FILE
+from holdfast.chaos.refusing import Refuser
 from holdfast.chaos.workplace import Workplace
+from holdfast.core.errors import PolicyError
+from holdfast.recorder.run_files import OBSERVE_VARIABLE
 from holdfast.supervise.launch import child_start
 from holdfast.supervise.launch.commands import make_environment
-from holdfast.supervise.process_tree import kill_all, marked_processes, signal_all
+from holdfast.supervise.launch.supervisor import become_subreaper
+from holdfast.supervise.process_tree import Tree, kill_all, marked_processes, signal_all
 
 Line = dict[str, Any]
 _LOOK_SECONDS = 0.02
-_GRACE_SECONDS = 15.0
+_OUTPUT_BYTES, _MOST_OUTPUT_BYTES, _LEAST_FREE_BYTES = 4000, 1 << 20, 1 << 20
 _LEFT_SECONDS = 0.5
 _KILL_SECONDS = 5.0
 
@@ -49,6 +55,7 @@ class Attempt:
     left: int  # processes that outlived the command
     output: str  # its end
     segments: list[Segment]
+    refused: int = 0  # writes and reads
 
     def lines(self, kind: str) -> list[Line]:
         """Return the lines of one kind of all its processes."""
@@ -61,7 +68,7 @@ class Trial:
 
     attempts: list[Attempt]
     files: set[Path]  # that were there at its end
-    damaged: str | None = None  # the file that was damaged between two attempts
+    damaged: str | None = None  # the file that was damaged between two attempts, or is not read in the second
 
     @property
     def last(self) -> Attempt:
@@ -90,21 +97,29 @@ class Bench:
     """Without a new line in any trace for so long, an attempt hangs."""
     most_seconds = 1e9
     """For one attempt."""
+    gets_orphans = False
+    """Whether all further children of this process are the command's, see `take_orphans`."""
 
     def __init__(self, program: str, command: Sequence[str], place: Workplace, deadline: float) -> None:
-        self._program, self._command, self.place, self.deadline = program, list(command), place, deadline
+        self._program, self._command = place.word(program), list(map(place.word, command))
+        self.place, self.deadline = place, deadline
         self._number = 0
 
     def attempt(self, plan: dict[str, Any] | None) -> Attempt:
         """Start the command once and wait for its end; `plan` is the fault that it meets."""
         self._number += 1
+        plan = {"inside": list(map(str, self.place.tops)), **(plan or {})}
         traces = self.place.scratch / f"attempt-{self._number}"
         (traces / "processes").mkdir(parents=True)  # where `sitecustomize` notes what fails
-        (traces / PLAN_FILE).write_text(json.dumps({"inside": list(map(str, self.place.tops)), **(plan or {})}))
+        (traces / PLAN_FILE).write_text(json.dumps(plan))
         mark = f"{self.place.scratch.name}-{self._number}"
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
-        environment |= {"OBSERVER_OF_HOLDFAST": "holdfast.chaos.inside", "TMPDIR": str(self.place.temporary)}
+        del environment[OBSERVE_VARIABLE]  # the command may be `holdfast run` itself
+        environment |= {"OBSERVER_OF_HOLDFAST": f"holdfast.chaos.inside:{traces}", "PWD": str(self.place.work)}
+        environment["TMPDIR"] = str(self.place.temporary)
+        tree = Tree(mark) if self.gets_orphans else None
         began = time.monotonic()
+        refuser = Refuser(traces, plan) if "errno" in plan else None
         child = subprocess.Popen(  # noqa: S603 - the user's own command is the point
             [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid()), self._program, *self._command],
             cwd=self.place.work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0,
@@ -115,21 +130,28 @@ class Bench:
         reader.start()
         (traces / COMMAND_FILE).write_text(str(child.pid))
         try:
-            hung = self._wait(child, traces, began)
+            hung = self._wait(child, traces, began, *plan.get("later", (math.inf, 0)))
         finally:
-            seconds, left = time.monotonic() - began, _end(child, mark)
+            seconds, left = time.monotonic() - began, _end(child, mark, tree)
             reader.join(_KILL_SECONDS)
-        text = (traces / "output.txt").read_bytes()[-4000:].decode(errors="replace")
+            if refuser is not None:
+                refuser.close()
+        if shutil.disk_usage(traces).free < _LEAST_FREE_BYTES:  # that would be taken for the training's
+            fix = f"make room on the disk of {self.place.scratch}, or set TMPDIR to another."
+            raise PolicyError("there is no room left for a trial", limit="it writes there", fix=fix, rule="H730")
+        text = (traces / "output.txt").read_bytes()[-_OUTPUT_BYTES:].decode(errors="replace")
         segments = [_read(path) for path in sorted(traces.glob("*.jsonl"))]
         shutil.rmtree(traces, ignore_errors=True)
         return Attempt(
-            status=child.wait(), seconds=seconds, hung=hung, left=left, output=text, segments=segments
+            status=child.wait(), seconds=seconds, hung=hung, left=left, output=text, segments=segments,
+            refused=0 if refuser is None else refuser.refused,
         )  # fmt: skip
 
-    def _wait(self, child: subprocess.Popen[bytes], traces: Path, began: float) -> bool:
-        """Wait for the command; return whether it hangs. Kill after the time of grace what was asked to end."""
-        size, since, asked = -1, began, None
-        may_be_asked = b'"SIGTERM"' in (traces / PLAN_FILE).read_bytes()
+    def _wait(
+        self, child: subprocess.Popen[bytes], traces: Path, began: float, later: float, number: int
+    ) -> bool:  # fmt: skip
+        """Wait for the command, and send a signal so long after the fault; return whether it hangs."""
+        size, since, met = -1, began, math.inf
         while True:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_LOOK_SECONDS)
@@ -138,23 +160,41 @@ class Bench:
             now, found = time.monotonic(), sum(each.stat().st_size for each in traces.iterdir())
             if found != size:
                 size, since = found, now
-                asked = asked or (now if may_be_asked and (traces / MET_FILE).exists() else None)
+                met = min(met, now) if (traces / MET_FILE).exists() else met
             if now - since > self.still_seconds or now - began > self.most_seconds or now > self.deadline:
                 return True
-            if asked is not None and now - asked > _GRACE_SECONDS:
-                signal_all([child.pid], signal.SIGKILL)
+            if now - met > later:  # what was asked to end is killed, what was stopped goes on
+                whom = child.pid if number == signal.SIGKILL else int((traces / MET_FILE).read_text())
+                signal_all([whom], number)
+
+
+def take_orphans() -> None:
+    """Let orphans of a command become children of this process, which starts nothing else."""
+    become_subreaper()
+    Bench.gets_orphans = True
 
 
 def _copy_output(pipe: IO[bytes], path: Path) -> None:
+    """Keep the end of what is printed; where that cannot be written the pipe is read all the same."""
+    end = b""
     with pipe, path.open("wb", buffering=0) as file:
-        shutil.copyfileobj(pipe, file)
+        while data := pipe.read(1 << 16):
+            end = (end + data)[-_OUTPUT_BYTES:]
+            with suppress(OSError):
+                if file.tell() > _MOST_OUTPUT_BYTES:
+                    file.seek(0)
+                    file.truncate()
+                    data = end
+                file.write(data)
 
 
-def _end(child: subprocess.Popen[bytes], mark: str) -> int:
+def _end(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) -> int:
     """End what is left of a command; return how many processes did not end with it by themselves."""
 
     def find() -> set[int]:
-        return marked_processes(mark, [child.pid]) - {child.pid}
+        for each in tree.ended_orphans({child.pid}) if tree else ():
+            os.waitpid(each, os.WNOHANG)
+        return (marked_processes(mark, [child.pid]) | (tree.processes() if tree else set())) - {child.pid}
 
     until, ended = time.monotonic() + _LEFT_SECONDS, child.poll() is not None
     while ended and find() and time.monotonic() < until:
@@ -167,7 +207,10 @@ def _end(child: subprocess.Popen[bytes], mark: str) -> int:
 
 
 def _read(path: Path) -> Segment:
-    lines = [json.loads(text) for text in path.read_bytes().split(b"\n")[:-1]]
+    lines = []
+    for text in path.read_bytes().split(b"\n")[:-1]:
+        with suppress(ValueError, TypeError):  # the training may have written there too
+            lines += [line] if "kind" in (line := json.loads(text)) else []
     steps = [line for line in lines if line["kind"] == "step"]
     rank, ranks = steps[0]["ranks"] if steps else (0, 1)
     return Segment(rank=rank, ranks=ranks, steps=steps, lines=lines)
@@ -182,20 +225,26 @@ def _is_over(attempt: Attempt, steps: int) -> bool:
 
 def carry_out(
     bench: Bench, plan: dict[str, Any] | None = None, *, restarts: int = 0, steps: int = 0,
-    between: Callable[[Workplace, Sequence[Path]], str | None] | None = None,
+    between: Callable[[Workplace, Sequence[Path]], Path | None] | None = None, then: Sequence[dict[str, Any]] = (),
 ) -> Trial:  # fmt: skip
     """Carry out one trial from the beginning, with at most so many restarts.
 
     `steps` are those of the undisturbed run; `between` is given where saves were seen after the first attempt;
-    it damages a file and returns its name.
+    it returns the file that it damages, or which the second does not read. `then` are plans of the restarts; the last
+    one holds for all that follow.
     """
     bench.place.renew()
     attempts, damaged = [bench.attempt(plan)], None
     if between is not None and attempts[0].lines("fault"):
-        saved = [Path(line["path"]) for line in attempts[0].lines("save") if line["path"]]
+        saved = [
+            Path(line["path"]) for line in attempts[0].lines("save") + attempts[0].lines("moved") if line["path"]
+        ]
         damaged = between(bench.place, saved)
+    plans = itertools.chain(then, itertools.repeat(then[-1] if then else {}))
     while len(attempts) <= restarts and not _is_over(attempts[-1], steps):
-        attempts.append(bench.attempt(None))
-        if attempts[-1].status and attempts[-1].output == attempts[-2].output:
+        again = next(plans)
+        attempts.append(bench.attempt({**again, "path": str(damaged)} if damaged and "errno" in again else again))
+        if attempts[-1].status and attempts[-1].output == attempts[-2].output and not attempts[-1].lines("fault"):
             break  # the same end twice: it would go on like that
-    return Trial(attempts=attempts, files=set(bench.place.files()), damaged=damaged)
+    name = None if damaged is None else damaged.name
+    return Trial(attempts=attempts, files=set(bench.place.files()), damaged=name)

@@ -6,10 +6,15 @@ possible: no worker is killed where there is none.
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import random
+import re
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +28,13 @@ from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
 from holdfast.testing import flip_bit
 
-KINDS = ("kill", "term", "first", "save", "eval", "worker", "rank", "memory", "nan", "disk", "damage")
+KINDS = ("kill", "term", "first", "save", "eval", "worker", "rank", "memory", "nan", "disk", "io", "clock", "damage")
 _LEAST_STILL_SECONDS = 20.0
 _STILL_TIMES = 5.0  # the longest pause of the undisturbed run
 _MOST_TIMES = 8.0  # the undisturbed run, for one attempt
 _RANDOM_KILLS = 3
+_GRACE, _SLOW, _CLOCK = (15.0, signal.SIGKILL), (10.0, signal.SIGCONT), {"clock": -3600}
+_FAILS_ONCE = {"errno": errno.EIO, "once": True}
 _NO_SAVE = "no checkpoint was seen to be written (torch.save, safetensors, torch.distributed.checkpoint): after each "
 _NO_SAVE += "fault it begins anew, and faults of saves and checkpoints were not tried"
 # No checkpoint ends so; rings are what a guard records.
@@ -36,12 +43,13 @@ _TEXTS = (".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".yaml", ".yml", ".
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: its kind, of `KINDS`, what is done, in words, the plan for `Injector`, and what is done after it."""
+    """One fault: its kind, of `KINDS`, in words, the plan for `Injector`, what comes after it, plans of restarts."""
 
     kind: str
     words: str
     plan: dict[str, Any]
-    between: Callable[[Workplace, Sequence[Path]], str | None] | None = None
+    between: Callable[[Workplace, Sequence[Path]], Path | None] | None = None
+    then: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,8 +147,13 @@ class Campaign:
         try:
             first, second = (self._undisturbed() for _ in range(2))
             return self._try(first, second)
-        finally:
+        finally:  # whatever comes meanwhile: the copies are removed, and what was found is kept
+            ends = {}
+            with suppress(ValueError):  # in a thread signals are not ours
+                ends = {number: signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)}
             self._place.close()
+            for number, handler in ends.items():
+                signal.signal(number, handler)
 
     def _undisturbed(self) -> Trial:
         trial = carry_out(self._bench)
@@ -165,7 +178,8 @@ class Campaign:
             versions=reference.segments[0].lines[0].get("versions", {}) | {"holdfast": __version__},
         )  # fmt: skip
         faults = [each for each in self._faults(reference) if not self._only or each.kind in self._only]
-        minutes = 2 * (len(faults) + 1) * first.last.seconds / 60 + 1  # each one is started twice, mostly
+        starts = 2 + sum(1 + max(1, len(each.then)) for each in faults)  # mostly
+        minutes = starts * first.last.seconds / 60 + 1
         need = f"{len(faults)} faults need about {minutes:.0f} min (--budget {minutes:.0f}m)"
         self._say(f"one start takes {first.last.seconds:.0f} s; {need}")
         numbers = [sum(other.kind == each.kind for other in faults[:at]) for at, each in enumerate(faults)]
@@ -194,7 +208,7 @@ class Campaign:
         found = [_fault("first", "SIGKILL in the first step", "backward", 0, "SIGKILL")]
         moments = [self._chance.choice(["backward", "before"]) for _ in range(_RANDOM_KILLS)]
         found += [_at_step("kill", "SIGKILL in", at, step(part), "SIGKILL") for part, at in enumerate(moments)]
-        found.append(_at_step("term", "SIGTERM in", "backward", step(), "SIGTERM"))
+        found.append(_at_step("term", "SIGTERM in", "backward", step(), "SIGTERM", later=_GRACE))
         if any(line["kind"] == "workers" for line in lines):
             for act in ("killed", "stopped"):
                 found.append(_at_step("worker", f"a loader worker {act} in", "loader", step(), f"worker {act}"))
@@ -210,6 +224,11 @@ class Campaign:
             found.append(_fault("eval", f"SIGKILL in evaluation {number}", "eval", number, "SIGKILL"))
         if saves:
             found += self._in_saves(saves, after, step())
+            found += self._after_saves(saves, after, step(), count)
+        if segment.ranks > 1:
+            for words, act, plan in (("stopped for 10 s", "SIGSTOP", {"later": _SLOW}), ("cut off", "cut off", {})):
+                rank = self._chance.randrange(1, segment.ranks)
+                found.append(_at_step("rank", f"rank {rank} {words} in", "backward", step(), act, rank=rank, **plan))
         return sorted(found, key=lambda fault: KINDS.index(fault.kind))
 
     def _step(self, after: int, count: int, part: int | None = None) -> int:
@@ -224,7 +243,10 @@ class Campaign:
         if size:
             cut, full = f"killed half-way through the file of {which}", "no room for more than half of a checkpoint"
             found.append(_fault("save", cut, "save begins", number, "cut write", bytes=size // 2))
-            found.append(_fault("disk", f"{full} after step {after}", "after", after, "disk", bytes=size // 2))
+            half = {"bytes": size // 2, "errno": errno.ENOSPC}
+            found.append(_fault("disk", f"{full} after step {after}", "after", after, "disk", **half))
+            full = f"a write fails (EIO) half-way in {which}"
+            found.append(_fault("io", full, "save begins", number, "EIO", **half | _FAILS_ONCE))
         for words, act in (
             ("a bit of the newest checkpoint flipped", _flip),
             ("the newest checkpoint cut off", _cut),
@@ -233,6 +255,22 @@ class Campaign:
             found.append(replace(fault, between=partial(_damage, act=act, chance=self._chance)))
         return found
 
+    def _after_saves(self, saves: list[Line], after: int, step: int, count: int) -> list[Fault]:
+        words = f"SIGKILL in step {step + 1}, a read of the newest checkpoint fails (EIO)"
+        newest = partial(_damage, act=lambda *_: None, chance=self._chance)
+        fault = _fault("io", words, "backward", step, "SIGKILL")
+        found = [replace(fault, between=newest, then=(_FAILS_ONCE, {}))]
+        then: tuple[dict[str, Any], ...] = (_CLOCK,)
+        words = f"SIGKILL in step {after + 1}, the clock set back an hour"
+        if more := [line["step"] - after + 1 for line in saves if after < line["step"] < count - 1]:
+            words += ", SIGKILL after the next save"  # which save is the newest then?
+            then = ({**_CLOCK, "at": "backward", "count": min(more), "act": "SIGKILL"}, _CLOCK)
+        return [*found, replace(_fault("clock", words, "backward", after, "SIGKILL"), then=then)]
+
+    def _names(self, files: set[Path]) -> set[str]:
+        names = [str(each).removeprefix(f"{self._place.scratch}/").removeprefix("work/") for each in files]
+        return {re.sub(r"tmp[a-z0-9_]{8}", "tmp*", name) for name in names}  # those of `tempfile` are chance
+
     def _row(
         self, fault: Fault, first: Trial, references: dict[int, Reference], unsteady: Difference | None
     ) -> Row:  # fmt: skip
@@ -240,19 +278,24 @@ class Campaign:
         steps = max(len(segment.steps) for segment in first.last.segments)
         if time.monotonic() > self._bench.deadline:
             return row
-        trial = carry_out(self._bench, fault.plan, restarts=self._restarts, steps=steps, between=fault.between)
+        if len(fault.then) > self._restarts:
+            row.result, row.detail = "did not occur", f"it needs --restarts {len(fault.then)}"
+            return row
+        trial = carry_out(
+            self._bench, fault.plan, restarts=self._restarts, steps=steps, between=fault.between, then=fault.then
+        )  # fmt: skip
         row.seconds = sum(attempt.seconds for attempt in trial.attempts)
         self._ran += row.seconds
         if time.monotonic() > self._bench.deadline and trial.last.hung:
             return row
         row.attempts, row.seconds_lost = len(trial.attempts), max(0.0, row.seconds - first.last.seconds)
         row.left_processes = sum(attempt.left for attempt in trial.attempts)
-        left = sorted(trial.files - first.files)
-        row.left_files = [str(path).removeprefix(f"{self._place.scratch}/").removeprefix("work/") for path in left]
+        row.left_files = sorted(self._names(trial.files) - self._names(first.files))
         comparison = compare(references, trial)
         row.comparison = asdict(comparison)
         row.result, row.detail = _judge(fault, trial, comparison, unsteady)
-        row.detail += f" ({trial.damaged} was damaged)" if trial.damaged else ""
+        done = "was not read" if fault.kind == "io" else "was damaged"
+        row.detail += f" ({trial.damaged} {done})" if trial.damaged else ""
         return row
 
 
@@ -267,9 +310,14 @@ def _at_step(kind: str, words: str, at: str, step: int, act: str, **plan: Any) -
 def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Difference | None) -> tuple[str, str]:
     last, again = trial.last, f"{comparison.steps_again} steps made again" if unsteady is None else ""
     if not trial.attempts[0].lines("fault"):
-        return "did not occur", "the training ended before"
+        status = trial.attempts[0].status
+        return "did not occur", f"the training ended before{f', with {_status(status)}' * bool(status)}"
     if fault.between is not None and trial.damaged is None:
-        return "did not occur", "no checkpoint was found to damage"
+        return "did not occur", "no checkpoint was found"
+    refused = sum(attempt.refused for attempt in trial.attempts)
+    missed = [line["why"] for attempt in trial.attempts for line in attempt.lines("missed")]
+    if (fault.kind == "io" and not refused) or (missed and fault.plan["act"] == "cut off"):
+        return "did not occur", next(iter(missed), "no such read or write was seen")
     if last.hung or last.status:
         how = "it stood still and was killed" if last.hung else f"it ended with {_status(last.status)}"
         said = " ".join(last.output.strip().splitlines()[-1:])[:200]
@@ -304,7 +352,8 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
     """Refuse a command that cannot be put to the test."""
     most = max((len(segment.steps) for segment in attempt.segments), default=0)
     # What belongs to the system, or is a cache, is not the training's.
-    system = ("/dev/", "/proc/", "/sys/", str(place.scratch), f"{Path.home()}/.")
+    home = os.path.expanduser("~/.")  # noqa: PTH111 - where there is none that of pathlib raises
+    system = ("/dev/", "/proc/", "/sys/", str(place.scratch), home)
     written = [line["path"] for line in attempt.lines("outside") if "/pymp-" not in line["path"]]  # multiprocessing's
     written = [each for each in written if not each.startswith(system) and "/__pycache__" not in each]
     if attempt.hung and out_of_time:
@@ -330,7 +379,7 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
 
 def _damage(
     place: Workplace, saved: Sequence[Path], *, act: Callable[[Path, random.Random], None], chance: random.Random
-) -> str | None:
+) -> Path | None:
     """Damage the newest file that is at least half as large as the largest of those that the training has written.
 
     Of them only what was saved counts, where that still has the name under which it was written.
@@ -338,6 +387,8 @@ def _damage(
     new = {}
     for path, (size, changed) in place.files().items():
         origin = place.first / path.relative_to(place.work) if path.is_relative_to(place.work) else None
+        if path.stat().st_nlink > 1:
+            continue  # under another name it may be somebody's data
         if size and (origin is None or not origin.exists() or origin.stat().st_mtime_ns != changed):
             new[path] = size, changed
     if not new:
@@ -347,7 +398,7 @@ def _damage(
     largest = max(size for size, _ in new.values())
     path = max((path for path in new if 2 * new[path][0] >= largest), key=lambda path: new[path][1])
     act(path, chance)
-    return path.name
+    return path
 
 
 def _flip(path: Path, chance: random.Random) -> None:

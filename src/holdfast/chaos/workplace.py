@@ -13,14 +13,16 @@ from holdfast.core.errors import PolicyError
 
 MOST_BYTES = 512 << 20
 _LINKED_BYTES = 1 << 20
-_NOT_COPIED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".pytest_cache"}
+_LINKED = {".git", ".hg", ".venv", "venv", "node_modules"}
+_CACHES = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+_NOT_COPIED = _LINKED | _CACHES
 
 
 class Workplace:
     """Copies of a working directory, one at a time, always at the same path.
 
-    With `writes`, only these paths and files of up to 1 MiB are copied, and all else is linked; without, everything
-    is copied, up to `MOST_BYTES`.
+    With `writes`, only these paths, and files and folders of up to 1 MiB, are copied, and all else is linked;
+    without, everything is copied, up to `MOST_BYTES`.
 
     All are made of one first copy, so that an edit meanwhile is in none of them.
 
@@ -44,7 +46,7 @@ class Workplace:
                 limit="what a training writes outside of the working directory is removed between its trials",
                 fix="let the command write to a path that does not exist yet, or into the working directory.",
             )  # fmt: skip
-        if not writes and sum(path.lstat().st_size for path in _files(self.origin)) > MOST_BYTES:
+        if not writes and _size(self.origin) > MOST_BYTES:
             raise PolicyError(
                 f"the working directory {str(self.origin)!r} holds more than {MOST_BYTES >> 20} MiB", rule="H730",
                 limit="each trial runs in a copy of it, so that nothing of yours is changed",
@@ -69,11 +71,15 @@ class Workplace:
             path = Path(entry.path)
             written = any(path.is_relative_to(each) for each in self._inside)
             above = any(each.is_relative_to(path) for each in self._inside)
-            if entry.name in _NOT_COPIED or path == self.scratch:
+            if entry.name in _CACHES or path == self.scratch:
                 continue
             if entry.is_symlink():
                 self._link(path, target / entry.name)
-            elif entry.is_dir(follow_symlinks=False) and (written or above or not self._links):
+            elif (
+                entry.is_dir(follow_symlinks=False)
+                and entry.name not in _LINKED
+                and (written or above or not self._links or _size(path) <= _LINKED_BYTES)
+            ):
                 self._copy(path, target / entry.name)
             elif entry.is_file(follow_symlinks=False) and (
                 written or not self._links or entry.stat().st_size <= _LINKED_BYTES
@@ -84,10 +90,17 @@ class Workplace:
 
     def _link(self, path: Path, target: Path) -> None:
         """Make a link as it was: one within the directory leads to the copy, any other still to its place."""
-        place = path.resolve()
+        place = Path(os.path.realpath(path))
         if place.is_relative_to(self.origin) and not _NOT_COPIED.intersection(place.relative_to(self.origin).parts):
             place = self.work / place.relative_to(self.origin)
         target.symlink_to(place)
+
+    def word(self, word: str) -> str:
+        """Return a word of the command; what it names in the directory by its whole path is in the copy."""
+        place = Path(word)
+        if not place.is_relative_to(self.origin) or not _NOT_COPIED.isdisjoint(place.parts):
+            return word
+        return str(self.work / place.relative_to(self.origin))
 
     def files(self) -> dict[Path, tuple[int, int]]:
         """Return size and time of change (ns) of each file that may have been written, temporary ones too."""
@@ -111,8 +124,24 @@ def _files(top: Path) -> Iterator[Path]:
         yield from (path for name in names if not (path := Path(folder) / name).is_symlink())
 
 
+def _size(top: Path) -> int:
+    return sum(path.lstat().st_size for path in _files(top))
+
+
 def _remove(path: Path) -> None:
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        if (mounted := Path(line.split()[4])).is_relative_to(path):
+            raise PolicyError(
+                f"the command has mounted something on {mounted}, and left it so", rule="H730",
+                limit="what it writes is removed between its trials, and what is mounted there might be yours",
+                fix=f"unmount it, remove {path}, and let the command unmount what it mounts, or mount nothing.",
+            )  # fmt: skip
     if path.is_dir() and not path.is_symlink():
+        for folder, folders, _ in os.walk(path):
+            for each in (Path(folder) / name for name in folders):
+                if not each.is_symlink():
+                    with suppress(OSError):
+                        each.chmod(0o700)  # or one that may not be entered would stay
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

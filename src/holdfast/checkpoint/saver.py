@@ -8,6 +8,7 @@ training goes on; one without holds the live tensors themselves and must be writ
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -317,6 +318,8 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
             limit, fix = "a safetensors file holds dense tensors of real numbers", "read it with a Guard instead."
             raise CheckpointError(f"{name} is a tensor of {each.dtype}", limit=limit, fix=fix, rule="H310")
     temporary = path.with_name(f".tmp-{path.name}")
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        raise OSError(errno.EEXIST, "a link, a device or a folder is there, which is not replaced", str(path))
     try:
         _write_tensors(temporary, tensors)
         temporary.replace(path)

@@ -23,7 +23,7 @@ from holdfast.core.text import as_json_value, size
 from holdfast.explain.evidence import is_own_code
 from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined
-from holdfast.explain.hangs.standing_still import user_frame
+from holdfast.explain.hangs.standing_still import is_in_backward, thread_to_blame, user_frame
 from holdfast.supervise.process_tree import descendants, read_table
 from holdfast.supervise.watch.process_evidence import is_python
 from holdfast.supervise.watch.stacks import Stacks, Subject, describe, find_py_spy, is_same
@@ -55,12 +55,13 @@ def run(
     with failing_clearly(as_json=as_json):
         subjects = _subjects(pid, seconds)
         heads = [each.about.pid for each in subjects if each.about.judged]
-        worked: list[bool] = []
+        worked = set[int]()  # threads
 
         def pause(_: float) -> None:  # what is counted in it is of nobody who looks
-            before = [_counts(each) for each in heads]
+            before = {thread: counts for each in heads for thread, counts in _counts(each).items()}
             time.sleep(seconds)
-            worked.extend(_has_worked(then, _counts(each)) for then, each in zip(before, heads, strict=True))
+            after = {thread: counts for each in heads for thread, counts in _counts(each).items()}
+            worked.update(each for each in before.keys() & after if _has_worked(before[each], after[each]))
 
         with working(f"looking twice at process {pid}"), tempfile.TemporaryDirectory() as folder:
             found = Stacks(Path(folder), pause=pause).take(subjects).processes
@@ -69,9 +70,10 @@ def run(
             raise _cannot(f"process {pid} has ended", limit="nothing is left to look at", fix="see its own output.")
         diagnosis, rows = diagnose_hang(found, judged[0].pid), _rows(found)
         # A loop that mostly waits is found in the same wait twice; what it has done meanwhile tells.
-        worked += [each.io_rate > 0 for each, row in zip(found, rows, strict=True) if row["phase"] == _WORKER]
+        trains = {thread_to_blame(each).tid for each in judged if not is_in_backward(each)} | set(heads)
+        fetches = any(each.io_rate > 0 for each, row in zip(found, rows, strict=True) if row["phase"] == _WORKER)
         same = all(is_same(each, lambda frame: frame) for each in judged)
-        moves = any(worked) or diagnosis.moving or not same
+        moves = bool(worked & trains) or fetches or diagnosis.moving or not same
     if as_json:
         verdict = {
             "kind": diagnosis.kind, "pid": diagnosis.process.pid, "frame": describe_frame(diagnosis.frame),
@@ -147,16 +149,18 @@ def _proc(pid: int, name: str) -> bytes:
     return b""
 
 
-def _counts(pid: int) -> tuple[int, int, int]:
-    """Return what the main thread of a process has read and written so far, its waits, and its CPU nanoseconds."""
-    folder = Path(f"/proc/{pid}/task/{pid}")
-    moved, used = fields_of(folder / "io"), _proc(pid, f"task/{pid}/schedstat").split()
-    waits = fields_of(folder / "status").get("voluntary_ctxt_switches", 0)
-    return moved.get("rchar", 0) + moved.get("wchar", 0), waits, int(used[0]) if used else 0
+def _counts(pid: int) -> dict[int, tuple[int, int, int]]:
+    """Return what each thread of a process has read and written so far, its waits, and its CPU nanoseconds."""
+    found = {}
+    for folder in Path(f"/proc/{pid}/task").glob("*"):
+        moved, used = fields_of(folder / "io"), _proc(pid, f"task/{folder.name}/schedstat").split()
+        waits = fields_of(folder / "status").get("voluntary_ctxt_switches", 0)
+        found[int(folder.name)] = moved.get("rchar", 0) + moved.get("wchar", 0), waits, int(used[0]) if used else 0
+    return found
 
 
 def _has_worked(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Say whether a main thread did something between its waits: a lock has none, and one that polls just looks."""
+    """Say whether a thread did something between its waits: a lock has none, and one that polls just looks."""
     moved, waits, nanoseconds = (now - then for then, now in zip(before, after, strict=True))
     return moved != 0 or (waits > 1 and nanoseconds > _WORK_NANOSECONDS * waits)
 

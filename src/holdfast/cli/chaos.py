@@ -13,8 +13,10 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE
 from rich.table import Table
+from rich.text import Text
 
 from holdfast.chaos.page import render
+from holdfast.chaos.trials import take_orphans
 from holdfast.chaos.trying import KINDS, Campaign, Report, Row
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError, did_you_mean
@@ -54,26 +56,32 @@ def run(
 
     before = {each: signal.signal(each, interrupt) for each in ends if signal.getsignal(each) != signal.SIG_IGN}
     with failing_clearly(as_json=as_json):
-        if page is not None:
-            page.open("a").close()  # or all of it would have been for nothing
-        campaign = Campaign(
-            command, origin=Path.cwd(), writes=writes or (), only=_kinds(only), seed=seed,
-            budget_seconds=_seconds(budget), restarts=restarts, say=_say,
-        )  # fmt: skip
+        if page is not None:  # or all of it would have been for nothing
+            if page.exists() and not page.is_file():
+                limit, fix = "the page is a file", "name a file that does not exist yet."
+                raise PolicyError(f"--page {str(page)!r} is no regular file", limit=limit, fix=fix, rule="H704")
+            page.open("a").close()
+            if not page.stat().st_size:
+                page.unlink()
+        take_orphans()
         try:
-            report = campaign.run()
+            report = Campaign(
+                command, origin=Path.cwd(), writes=writes or (), only=_kinds(only), seed=seed,
+                budget_seconds=_seconds(budget), restarts=restarts, say=_say,
+            ).run()  # fmt: skip
         except KeyboardInterrupt:
             _say("interrupted before anything was tried")
             raise typer.Exit(128 + met[0]) from None
     for each, handler in before.items():
         signal.signal(each, handler)
-    if page is not None:
-        with failing_clearly(as_json=as_json):
-            page.write_text(render(report, shlex.join(without_secrets(report.command)), _verdict(report)))
     if as_json:
         print_json(as_values(report))
     else:
         _print(report)
+    if page is not None:
+        with failing_clearly(as_json=False):  # stdout has its JSON
+            html = render(report, shlex.join(without_secrets(report.command)), _verdict(report))
+            page.write_text(html, encoding="utf-8")
     if met:
         raise typer.Exit(128 + met[0])
     if not report.passed:
@@ -140,15 +148,15 @@ def _print(report: Report) -> None:
         left = [f"processes: {row.left_processes}"] if row.left_processes else []
         left += [sanitise(each) for each in row.left_files[:3]]
         table.add_row(
-            row.fault, _coloured(row), _escape(row.detail), str(row.attempts or ""),
-            f"{row.seconds_lost:.1f} s" if row.attempts else "", _escape(", ".join(left)),
+            row.fault, _coloured(row), _plain(row.detail), str(row.attempts or ""),
+            f"{row.seconds_lost:.1f} s" if row.attempts else "", _plain(", ".join(left)),
         )  # fmt: skip
     out = console()
     out.print(table)
     out.print("Does it survive, and is it still the same training?", style="bold")
-    out.print(_escape(f"{_verdict(report)}."))
+    out.print(_plain(f"{_verdict(report)}."))
     for remark in report.remarks:
-        out.print(_escape(f"Note: {remark}."))
+        out.print(_plain(f"Note: {remark}."))
     out.print(f"{report.seconds:.0f} s; repeat it with --seed {report.seed}", style="dim")
 
 
@@ -158,5 +166,5 @@ def _coloured(row: Row) -> str:
     return f"[green]{row.result}[/]" if row.passed else f"[red]{row.result.upper()}[/]"
 
 
-def _escape(text: str) -> str:
-    return sanitise(text).replace("[", r"\[")
+def _plain(text: str) -> Text:
+    return Text(sanitise(text))  # no markup

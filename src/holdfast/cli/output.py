@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from holdfast.core.errors import HoldfastError, PolicyError
+from holdfast.core.text import sanitise
 
 CHECK_FAILED = 1
 ERROR = 2
@@ -106,4 +107,5 @@ def print_error(error: Exception, *, as_json: bool) -> None:
         print_json({"error": facts})
         return
     fix = f"\nFix: {facts['fix']}" if facts["fix"] else ""
-    print(error if isinstance(error, HoldfastError) else f"error: {facts['what']}{fix}", file=sys.stderr)
+    text = str(error) if isinstance(error, HoldfastError) else f"error: {facts['what']}{fix}"
+    print(sanitise(text, most=20_000, lines=True), file=sys.stderr)  # it may quote what others have written

@@ -84,6 +84,7 @@ def duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     """Return a number of bytes with three digits and a binary unit."""
+    count = min(count, 2**100)  # whatever others have written: larger integers are no floats
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

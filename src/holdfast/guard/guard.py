@@ -156,7 +156,10 @@ class Guard:
 
     @property
     def epochs_validated(self) -> int:
-        """Return how many epochs were completed when `validated` was called last, also before a restart."""
+        """Return how many epochs were completed when `validated` was called last, as the newest checkpoint holds it.
+
+        A run that is started again after its end does not know what was validated after its last save.
+        """
         return self._session.counters.epochs_validated
 
     @property

@@ -7,6 +7,7 @@ goes into `Facts`, which the rules judge.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.learning.eager_hooks import LOST, EagerHooks, Hook
 from holdfast.learning.facts import Facts
 from holdfast.learning.finding import Finding
@@ -85,7 +87,7 @@ class Observer:
         schedulers: By name.
         total_steps: Optimizer steps that the run is meant to have; None: unknown.
         objective: What the loss means; see `Policy.objective`.
-        frozen: Shell patterns of names of parameters that are meant not to learn.
+        frozen: Shell patterns of names of parameters that are meant not to learn; H102 for one that fits none.
         ignore: Rules that shall be silent.
         compiled: Whether a model is compiled, so that only what the optimizers see is observed; see `EagerHooks`.
         guided: Whether every pass of training is inside `begin_step`, and losses are given to `end_step`.
@@ -109,6 +111,15 @@ class Observer:
         self._ignore, self._guided = frozenset(ignore), guided
         self._prefixes = {name: "" if len(models) == 1 else f"{name}." for name in models}
         self._models = {name: ModelObserver(module, self._prefixes[name], frozen) for name, module in models.items()}
+        named = [f"{self._prefixes[key]}{k}" for key, model in models.items() for k, _ in model.named_parameters()]
+        for pattern in frozen:
+            if not fnmatch.filter(named, pattern):
+                raise PolicyError(
+                    f"frozen names {pattern!r}, which is no parameter of the models",
+                    limit="it is a list of names as named_parameters() has them, or of shell patterns of these",
+                    fix=did_you_mean(pattern, named, otherwise=f"pass such as {'.'.join(named[:1])!r}, or drop it."),
+                    rule="H102",
+                )
         names = {id(p): key for model in self._models.values() for key, p in model.named()}
         self._optimizers = {name: OptimizerObserver(each, set(names)) for name, each in optimizers.items()}
         self._schedulers = {name: SchedulerObserver(each) for name, each in (schedulers or {}).items()}

@@ -127,10 +127,15 @@ def as_torch(loader: Any, *, generator: Any, keep: bool) -> dict[str, Any]:
 
 def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
     """Check that a state is a position, in the order that the loader has; H604."""
-    missing = [name for name in ("epoch", "consumed", "order") if name not in state]
-    if missing:
+    wrong = [f"no {name}" for name in ("epoch", "consumed", "order") if name not in state]
+    wrong = wrong or [
+        f"{name}={value!r:.50}"
+        for name in ("epoch", "consumed")
+        if type(value := state[name]) is not int or value < 0
+    ]
+    if wrong:
         raise LoaderError(
-            f"the state has no {', '.join(missing)}",
+            f"the state has {', '.join(wrong)}",
             limit="a position is what state_dict() of a holdfast.DataLoader returned",
             fix="pass that; torch's own loaders and samplers keep other states.",
             rule="H604",

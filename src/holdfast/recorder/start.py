@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.control_groups import fields_of
+from holdfast.core.files import read_file
 from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
 from holdfast.core.version import __version__
 
 START_FILE = "start.json"  # beside the recording of a guard
+_COMMIT = re.compile("[0-9a-f]{40,64}")
 _VERSIONS_OF = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
@@ -27,7 +29,30 @@ def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
         "argv": without_secrets(list(map(printable, command))), "cwd": str(Path.cwd()), "python": sys.executable,
         "hostname": socket.gethostname(), "started": started, **_machine(),
         "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
+        **({"git": git} if (git := _commit(Path.cwd())) else {}),
     }  # fmt: skip
+
+
+def _commit(folder: Path) -> dict[str, str]:
+    """Return commit and branch by the files of git; what was changed since then takes git itself."""
+    with suppress(OSError, ValueError, LookupError, StopIteration):
+        git = next(each / ".git" for each in (folder, *folder.parents) if (each / ".git").exists())
+        if git.is_file():  # of a worktree or a submodule
+            git = git.parent / _text(git).removeprefix("gitdir: ")
+        common = git / _text(git / "commondir") if (git / "commondir").exists() else git
+        commit = ref = _text(git / "HEAD").removeprefix("ref: ")
+        if not _COMMIT.fullmatch(ref):
+            packed = "" if (common / ref).exists() else _text(common / "packed-refs")
+            known = [line.split()[0] for line in packed.splitlines() if line.endswith(f" {ref}")]
+            commit = known[0] if packed else _text(common / ref)
+        if _COMMIT.fullmatch(commit):  # nothing else that a file may hold is shown
+            branch = "(detached)" if commit == ref else ref.removeprefix("refs/heads/")
+            return {"commit": commit, "branch": branch, "changed": "not looked for, which `holdfast run` does"}
+    return {}
+
+
+def _text(path: Path) -> str:
+    return read_file(path).decode().strip()
 
 
 def _machine() -> dict[str, Any]:

@@ -53,7 +53,7 @@ def _rates(run: RunSnapshot) -> dict[str, object]:
 
 def _shown(value: object) -> str:
     if isinstance(value, list) and all(isinstance(each, (str, int, float)) for each in value):
-        return " ".join(map(str, value))
+        return " ".join(map(str, value)) or "none"
     if isinstance(value, dict) and not any(isinstance(each, (dict, list)) for each in value.values()):
         return ", ".join(f"{key} {each}" for key, each in value.items())
     return value if isinstance(value, str) else json.dumps(as_json_value(value), ensure_ascii=False)

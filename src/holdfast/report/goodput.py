@@ -64,8 +64,10 @@ def _of_guard(run: RunSnapshot) -> dict[str, float]:
     if lane is None:
         return {}
     signs, spent = _signs(run, lane), float(lane.made[1].sum())
-    down = sum(end - begin for begin, end in breaks(run, lane))
-    worked = max(signs[-1] - signs[0] - down, spent)
+    over = {each.event.unix_seconds for each in run.events if each.event.data.get("how") == "finished"}
+    idle = [(begin, end - begin) for begin, end in breaks(run, lane)]
+    worked = max(signs[-1] - signs[0] - sum(seconds for _, seconds in idle), spent)
+    down = sum(seconds for begin, seconds in idle if begin not in over)  # nothing is missed after the end of a run
     again = spent * _shares_again(run, [lane])[lane.label]
     rest = {"steps made again": again, "between steps": worked - spent, "down": down}
     return {"steps": spent - again} | {kind: seconds for kind, seconds in rest.items() if seconds > 0}

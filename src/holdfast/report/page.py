@@ -67,6 +67,7 @@ def _pace(run: RunSnapshot) -> dict[str, str]:
         return {}
     facts = {"steps a second": float(np.median(rates))}
     epochs = [each.event.data for each in run.events if each.event.kind == "epoch_ended"]
+    epochs = [data for data in epochs if data.get("steps")]  # the others were begun before a restart
     known: list[Any] = [epochs[-1].get(name) for name in ("batches", "batch_size", "steps")] if epochs else [None]
     if all(type(each) is int and each > 0 for each in known):
         of_step = known[0] * known[1] / known[2] * (1 + max(lane.rank or 0 for lane in run.lanes))

@@ -149,6 +149,6 @@ class RunSnapshot:
 
     @property
     def began(self) -> float | None:
-        """Return the Unix time at which the supervisor began, or None."""
-        began = self.supervised.get("started")
+        """Return the Unix time at which the supervisor began, or the newest process of a guard alone; or None."""
+        began = (self.start or self.supervised).get("started")
         return float(began) if isinstance(began, (int, float)) else None

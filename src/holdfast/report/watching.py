@@ -29,6 +29,7 @@ from holdfast.recorder.run_files import (
     read_optimizers,
 )
 from holdfast.recorder.scalars import Scalar
+from holdfast.recorder.start import START_FILE
 from holdfast.report.run_follower import News, RunFollower
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State, phase_seen
 from holdfast.report.sources import EventSeen, Source, ran_here, read_json, runs_in
@@ -79,12 +80,13 @@ class Watched:
         supervised = read_json(self._run / SUPERVISED_FILE)
         sources = self._follower.sources
         self._attempt = max([self._attempt, *(source.attempt for source in sources)])
+        start = next((read_json(each.directory / START_FILE) for each in sources if each.kind == "guard"), {})
         here = ran_here(supervised)
         processes = [self._process(source, here=here) for source in self._shown(sources)]
         lost = self._supervisor_is_lost(supervised.get("supervisor_pid"), here=here)
         state = self._state(processes, lost=lost)
         return RunSnapshot(
-            path=self._run, supervised=supervised, state=state, attempt=self._attempt,
+            path=self._run, supervised=supervised, start=supervised or start, state=state, attempt=self._attempt,
             now=self._clock.unix_seconds(), newest=self._newest or None, processes=tuple(processes),
             events=tuple(self._events), verdict=self._verdict(state, lost=lost),
             outlook=self._outlook() if state != "ended" else "", news=tuple(news),
@@ -199,7 +201,8 @@ class Watched:
             return "running"
         if any(process.alive is None for process in processes) and not lost:
             return "running"  # on another machine: nobody here can tell
-        if self._supervisor_said == "stopped" or lost:
+        closed = self._events and self._events[-1].event.kind == "closed"
+        if self._supervisor_said == "stopped" or lost or closed:
             return "ended"
         last = self._last_sign if math.isfinite(self._last_sign) else self._began
         silent = self._clock.monotonic_seconds() - last

@@ -92,9 +92,9 @@ def test_a_misspelt_name_is_refused_wherever_it_stands(monkeypatch: pytest.Monke
         Policy(max_gradient_norm=1.0)
     assert caught.value.rule == "H101"
     assert "'max_gradient_norm' (argument) is not a policy field" in str(caught.value)
-    with pytest.raises(PolicyError, match=r"Fix: take one of these\.") as caught:
+    with pytest.raises(PolicyError, match=r"Fix: (.*) lists them\.") as caught:
         Policy(banana=1.0)
-    assert "max_grad_norm" in caught.value.limit
+    assert len(str(caught.value)) < 300
     policy_file.write_text("# of this run\nkeep_lates_k: 2")
     with pytest.raises(PolicyError, match=r"policy\.yaml, line 2\) is not(.|\n)*did you mean 'keep_latest_k'"):
         Policy.from_yaml(policy_file)

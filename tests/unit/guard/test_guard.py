@@ -157,14 +157,17 @@ def test_limits_count_over_all_restarts(tmp_path):
     assert guard.statistics().steps == 12
 
 
-def test_the_length_of_an_epoch_is_recorded_a_few_times(tmp_path):
-    """After whole epochs 1, 2, 4 and so on: what tells how long the run will take, and never fills the ring."""
-    guard, _ = train(tmp_path, "holdfast", epochs=5)
+def test_the_length_of_an_epoch_is_recorded_of_each_at_first_and_then_a_few_times(tmp_path, monkeypatch):
+    """What tells how long the run will take, and never fills the ring; no steps of one that was cut."""
+    monkeypatch.setattr("holdfast.guard.run.loop._EACH_EPOCH", 3)
+    guard, _ = train(tmp_path, "holdfast", epochs=9)
     (loop,) = (event for event in guard.events() if event.kind == "loop")
-    assert (loop.data["max_epochs"], loop.data["max_steps"]) == (5, None)
+    assert (loop.data["max_epochs"], loop.data["max_steps"]) == (9, None)
     ended = [event for event in guard.events() if event.kind == "epoch_ended"]
-    assert [(each.data["epochs"], each.global_step) for each in ended] == [(1, 6), (2, 12), (4, 24)]
-    assert [(each.data["steps"], each.data["batches"], each.data["batch_size"]) for each in ended] == [(6, 6, 4)] * 3
+    assert [(each.data["epochs"], each.global_step) for each in ended] == [(1, 6), (2, 12), (3, 18), (4, 24), (8, 48)]
+    assert {(each.data["steps"], each.data["batches"], each.data["batch_size"]) for each in ended} == {(6, 6, 4)}
+    guard, _ = [train(tmp_path / "b", "holdfast", epochs=2, stop_after=after) for after in (3, None)][1]
+    assert [each.data["steps"] for each in guard.events() if each.kind == "epoch_ended"] == [None, 6]
 
 
 def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,18 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.main import make_app
+from holdfast.core.clock import SystemClock
 from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.run_files import write_settings
+from holdfast.recorder.start import facts_of_start
 from holdfast.report.comparing import Comparison
 from holdfast.report.environment import environment
 from holdfast.report.figures import figures
 from holdfast.report.gathering import gather
 from holdfast.report.goodput import goodput
+from holdfast.report.watching import Runs
 
 
 def compared(*words: object) -> Any:
@@ -119,6 +123,8 @@ def test_a_guard_alone_has_its_pace_and_its_goodput(tmp_path: Path, monkeypatch:
     drawn = {trace["name"]: trace for trace in figures(gather(run))["timeline"]["data"]}
     assert [round(length / 1000, 1) for length in drawn["training"]["x"]] == [9.5, 2.0, 9.0]
     assert len(drawn["resumed"]["x"]) == 2
+    write_events(run / "recorder" / "rank0", happened("closed", 67, how="finished"))
+    assert goodput(gather(run))["down"] == 55.0  # to begin a run again that was over misses nothing
 
 
 def test_of_a_long_run_the_steps_made_again_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +179,23 @@ def test_a_guard_says_what_it_was_started_with(tmp_path: Path, monkeypatch: pyte
     assert (run.command, "torch" in found["versions"]) == ("python train.py --api-key *** --lr 0.1", True)
     hyperparameters = found["hyperparameters"].items()
     assert ("optimizer", "SGD") in hyperparameters
+    assert found.get("code (git)") == facts_of_start([], 0.0).get("git")
+    (seen,) = Runs(tmp_path, SystemClock()).look()  # as soon as it has closed
+    assert (seen.state, seen.command, seen.began) == ("ended", run.command, run.began)
     assert [name for name, value in hyperparameters if value == "0.1" or "._" in name] == ["optimizer.0.lr"]
+
+
+def test_the_commit_is_known_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a branch, packed or not; of a worktree without a branch; of no repository. Else no file that HEAD names."""
+    config, said = ("git", "-c", "user.name=a", "-c", "user.email=a@b"), []
+    for words in ("init -q -b a/b", "commit -q --allow-empty -m x", "pack-refs --all", "worktree add -q --detach w"):
+        subprocess.run([*config, *words.split()], cwd=tmp_path, check=True)
+        monkeypatch.chdir(tmp_path / "w" if "worktree" in words else tmp_path)
+        said.append(facts_of_start([], 0.0).get("git", {"branch": None})["branch"])
+    assert said == [None, "a/b", "a/b", "(detached)"]
+    assert facts_of_start([], 0.0)["git"]["commit"] in subprocess.check_output(["git", "rev-parse", "a/b"], text=True)
+    (tmp_path / ".git" / "worktrees" / "w" / "HEAD").write_text("ref: /etc/hostname")
+    assert "git" not in facts_of_start([], 0.0)
 
 
 def test_a_trainer_that_left_in_order_ends_with_its_attempt(tmp_path: Path) -> None:

@@ -37,10 +37,13 @@ class Loop(EventData):
 
 
 class EpochEnded(EventData):
-    """So many epochs are over, the last of so many steps and batches. Recorded after 1, 2, 4, 8 ... whole ones."""
+    """So many epochs are over, the last of so many batches and steps (None: begun before a restart or a return).
+
+    Recorded of each of the first 100, then after 1, 2, 4, 8 ... whole ones of a process.
+    """
 
     epochs: int
-    steps: int
+    steps: int | None
     batches: int
     batch_size: int | None = None
 

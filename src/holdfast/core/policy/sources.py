@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.core.errors import PolicyError, did_you_mean
+from holdfast.core.files import read_file
 from holdfast.core.policy.presets import presets
 
 PREFIX = "HOLDFAST_"
@@ -56,10 +57,11 @@ def check_keys(given: Mapping[str, Any], fields: Iterable[str]) -> None:
     known = [*fields, PRESET]
     for key, value in given.items():
         if key not in known:
-            otherwise = "pass a file as Guard(policy=FILE)." if key == "policy" else "take one of these."
+            others = "`python -c 'import holdfast; help(holdfast.Policy)'` lists them."
+            otherwise = "pass a file as Guard(policy=FILE)." if key == "policy" else others
             raise PolicyError(
-                f"{key!r}{named(value)} is not a policy field",
-                limit=f"the fields are {', '.join(known[:-1])}; and there is {PRESET}",
+                f"{key!r:.100}{named(value)} is not a policy field",
+                limit=f"holdfast.Policy has {len(known) - 1} of them, and there is {PRESET}",
                 fix=did_you_mean(key, known, otherwise=otherwise),
                 rule="H101",
             )
@@ -82,8 +84,7 @@ def from_yaml(path: Path) -> dict[str, Sourced]:
     import yaml  # here, so that a process without such a file never loads it
 
     try:
-        with path.open("rb") as file:
-            return _texts(file.read(_MOST_BYTES + 1).decode(), path)
+        return _texts(read_file(Path(os.path.realpath(path)), _MOST_BYTES).decode(), path)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise PolicyError(
             f"policy file {path} cannot be read ({str(error)[:_LONGEST]})",
@@ -101,8 +102,6 @@ def _texts(text: str, path: Path) -> dict[str, Sourced]:
     """
     import yaml
 
-    if len(text) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
     depth = 0
     for event in yaml.parse(text, yaml.BaseLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

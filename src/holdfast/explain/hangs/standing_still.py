@@ -138,7 +138,7 @@ def how_it_stands(process: Examined, *, group: int) -> How:
         traced = " by a debugger" if process.last.state == "t" else " by a signal"
         frame = user_frame(process.last.main.frames)
         return How("stopped", 0.98, frame, f"was stopped{traced}")
-    thread = _thread_to_blame(process)
+    thread = thread_to_blame(process)
     if _burns(process, thread):
         return _burning(process, thread, group)
     slow = _merely_slow(process, thread)
@@ -221,12 +221,12 @@ def _merely_slow(process: Examined, thread: ThreadLook) -> How | None:
     return How("merely slow", 0.6, frame, "works, mostly waiting,", moving=True)
 
 
-def _thread_to_blame(process: Examined) -> ThreadLook:
+def thread_to_blame(process: Examined) -> ThreadLook:
     """Return the main thread, or the thread that the main thread waits for."""
     main = process.last.main
     below = _below(main.frames)
     joins = _any(_THREADS, below) or _any(_BACKWARD, below)
-    if not joins and not any(frame.file.endswith("/queue.py") for frame in below):
+    if not joins and not any(re.search(r"/(?:queue|asyncio/\w+)\.py$", frame.file) for frame in below):
         return main
     others = [thread for thread in process.last.threads if not thread.main and any(map(is_own_code, thread.frames))]
     others = [thread for thread in others if joins or thread.waits != "sleep"]

@@ -24,6 +24,7 @@ from holdfast.guard.stop import Interrupted, StopRequest
 # many steps. An evaluation comes after each epoch, or after 500 steps (defaults of Lightning and of the Trainer).
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
+_EACH_EPOCH = 100  # of which each has an event; later ones few, so that these never fill the ring
 
 
 class Loop:
@@ -129,9 +130,10 @@ class Loop:
             self._record.emit(slow)
         batches, size = cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
         self._epochs += is_whole
-        if is_whole and self._epochs & (self._epochs - 1) == 0:  # a few, in a run of any length
-            steps, over = self._record.global_step - steps, cursor.epoch
-            self._record.emit(run_events.EpochEnded(epochs=over, steps=steps, batches=batches, batch_size=size))
+        if cursor.epoch <= _EACH_EPOCH or (is_whole and self._epochs & (self._epochs - 1) == 0):
+            made = self._record.global_step - steps if is_whole else None
+            ended = run_events.EpochEnded(epochs=cursor.epoch, steps=made, batches=batches, batch_size=size)
+            self._record.emit(ended)
         if self._session.policy.scheduler_interval == "epoch":
             parts = self._session.parts
             advance(parts.schedulers, parts.optimizers, list(parts.optimizers))

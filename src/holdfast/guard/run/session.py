@@ -495,18 +495,20 @@ class Session:
         trees = read_components(entry, component_names(self.parts), into, **shares)
         with reading(entry.path):
             check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
-            check_own(trees["training"])
+            check_own(self._of_this_rank(trees["training"]))
         return self._put_back(trees)
 
     def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
         load(trees, self.parts)
-        training: dict[str, Any] = trees["training"]
-        training = {**training, **self.ranks.own_state(training)}
+        training = self._of_this_rank(trees["training"])
         self._engine.buffers.load(training.get("buffers", {}))
         self._engine.loss_scale.load_state_dict(training["loss_scale"])
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
         return training
+
+    def _of_this_rank(self, training: Mapping[str, Any]) -> dict[str, Any]:
+        return {**training, **self.ranks.own_state(training)}
 
 
 def check_own(training: Mapping[str, Any]) -> None:

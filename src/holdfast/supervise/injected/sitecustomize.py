@@ -12,7 +12,7 @@ import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _RUN = "OBSERVED_BY_HOLDFAST"  # as recorder.run_files says; holdfast is not imported yet
-_OBSERVER = "OBSERVER_OF_HOLDFAST"  # a module of holdfast whose `start` observes; ``holdfast.chaos`` has its own
+_ANOTHER = "OBSERVER_OF_HOLDFAST"  # MODULE:DIRECTORY: another module whose `start` observes, of ``holdfast chaos``
 _NAME = "sitecustomize"
 
 
@@ -39,16 +39,19 @@ def _import_holdfast() -> None:
     spec.loader.exec_module(module)
 
 
-def _observe(run: str) -> None:
-    try:
-        _print_whole_lines()
-        _import_holdfast()
-        import importlib
+def _observe() -> None:
+    other, _, directory = os.environ.get(_ANOTHER, "").partition(":")
+    for name, run in ((other, directory), ("holdfast.supervise.observe.observer", os.environ.get(_RUN))):
+        if not run:
+            continue
+        try:
+            _print_whole_lines()
+            _import_holdfast()
+            import importlib
 
-        name = os.environ.get(_OBSERVER, "holdfast.supervise.observe.observer")
-        importlib.import_module(name).start(run)
-    except Exception:  # noqa: BLE001 - nothing of ours may stop the script
-        _note(run)
+            importlib.import_module(name).start(run)
+        except Exception:  # noqa: BLE001 - nothing of ours may stop the script
+            _note(run)
 
 
 def _print_whole_lines() -> None:
@@ -92,6 +95,5 @@ def _import_theirs() -> None:
 
 if __name__ == _NAME:
     _leave_path()
-    if os.environ.get(_RUN):
-        _observe(os.environ[_RUN])
+    _observe()
     _import_theirs()

@@ -324,6 +324,7 @@ def describe(about: Examined) -> str:
     rank = "" if about.rank is None else f", rank {about.rank}"
     used = f"{look.cpu_seconds:.2f} s of CPU time, {look.io_bytes} bytes read and written"
     lines = [f"process {about.pid} ({about.role}{rank}), state {look.state}, {used}; stacks from {look.source}"]
+    lines[0] += ", innermost call first" if look.main.frames else ""
     if about.phase:
         lines.append(f"in the phase {about.phase!r} for {about.seconds:.1f} s, at step {about.step}")
     for thread in look.threads:
