@@ -55,6 +55,7 @@ class Attempt:
     left: int  # processes that outlived the command
     output: str  # its end
     segments: list[Segment]
+    failed: str = ""  # how our observer has failed
     refused: int = 0  # writes and reads
 
     def lines(self, kind: str) -> list[Line]:
@@ -141,10 +142,12 @@ class Bench:
             raise PolicyError("there is no room left for a trial", limit="it writes there", fix=fix, rule="H730")
         text = (traces / "output.txt").read_bytes()[-_OUTPUT_BYTES:].decode(errors="replace")
         segments = [_read(path) for path in sorted(traces.glob("*.jsonl"))]
+        noted = [*traces.glob("failed.txt"), *traces.glob("processes/failed-*")][:1]
+        failed = "".join(each.read_text().strip().rpartition("\n")[2] for each in noted)
         shutil.rmtree(traces, ignore_errors=True)
         return Attempt(
             status=child.wait(), seconds=seconds, hung=hung, left=left, output=text, segments=segments,
-            refused=0 if refuser is None else refuser.refused,
+            failed=failed, refused=0 if refuser is None else refuser.refused,
         )  # fmt: skip
 
     def _wait(

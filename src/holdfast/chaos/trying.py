@@ -71,6 +71,7 @@ class Row:
     left_processes: int = 0
     left_files: list[str] = field(default_factory=list)
     comparison: dict[str, Any] = field(default_factory=dict)
+    failed: str = ""  # how our observer has failed
 
     @property
     def passed(self) -> bool:
@@ -193,6 +194,8 @@ class Campaign:
             report.interrupted = True
             for row in (row for row in report.rows if row.result == "not tried"):
                 row.detail = "interrupted"
+        if failed := {first.last.failed, *(row.failed for row in report.rows)} - {""}:
+            report.remarks.append(f"what observes the training has failed, please report it: {min(failed)}")
         if any(row.detail == "no time" for row in report.rows):
             report.remarks.append(need)
         report.seconds, report.seconds_of_runs = time.monotonic() - self._began, self._ran
@@ -285,6 +288,7 @@ class Campaign:
             self._bench, fault.plan, restarts=self._restarts, steps=steps, between=fault.between, then=fault.then
         )  # fmt: skip
         row.seconds = sum(attempt.seconds for attempt in trial.attempts)
+        row.failed = next((attempt.failed for attempt in trial.attempts if attempt.failed), "")
         self._ran += row.seconds
         if time.monotonic() > self._bench.deadline and trial.last.hung:
             return row
