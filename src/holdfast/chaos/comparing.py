@@ -7,6 +7,7 @@ numbers are the nearest; where none is near, by its first batch.
 
 from __future__ import annotations
 
+import cmath
 import itertools
 import math
 from bisect import bisect_right
@@ -330,15 +331,15 @@ def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool
     theirs, ours = (Counter(one for step in steps for one in step["batch"]) for steps in (expected, kept.values()))
     found.batches_twice, found.batches_never = (ours - theirs).total(), (theirs - ours).total()
     last = kept[max(kept)]
-    found.finite = all(map(math.isfinite, map(float, [*last["losses"], *last["numbers"]])))
+    found.finite = all(map(cmath.isfinite, map(complex, [*last["losses"], *last["numbers"]])))
     found.losses = losses(list(kept.values()))
     return found
 
 
 def losses(steps: Sequence[Line]) -> list[float | None]:
     """Return the first loss of each step, None where none was seen or it is no finite number."""
-    found = [float(step["losses"][0]) if step["losses"] else math.nan for step in steps]
-    return [each if math.isfinite(each) else None for each in found]
+    found = [complex(step["losses"][0]) if step["losses"] else math.nan for step in steps]  # a root may be complex
+    return [each.real if cmath.isfinite(each) else None for each in found]
 
 
 def compare(references: dict[int, Reference], trial: Trial) -> Comparison:
