@@ -338,7 +338,8 @@ def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool
 
 def losses(steps: Sequence[Line]) -> list[float | None]:
     """Return the first loss of each step, None where none was seen or it is no finite number."""
-    found = [complex(step["losses"][0]) if step["losses"] else math.nan for step in steps]  # a root may be complex
+    # A root may be complex, and is scaled by a GradScaler.
+    found = [complex(step["losses"][0]) / (step["scale"] or 1) if step["losses"] else math.nan for step in steps]
     return [each.real if cmath.isfinite(each) else None for each in found]
 
 

@@ -112,6 +112,8 @@ class Digests:
 
     def _add_entries(self, found: dict[str, str], path: str, value: Any, depth: int) -> None:
         fields = vars(value) if isinstance(value, (Namespace, SimpleNamespace)) else value
+        if isinstance(value, Namespace):  # a number that was asked for, such as the first epoch, is no state
+            fields = {key: str(each) if isinstance(each, (int, float)) else each for key, each in fields.items()}
         named = isinstance(fields, Mapping) and depth < _MOST_PATHS and all(isinstance(key, str) for key in fields)
         if named and not (depth and all(isinstance(each, self._torch.Tensor) for each in fields.values())):
             for key, each in fields.items():

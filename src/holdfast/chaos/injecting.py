@@ -75,7 +75,10 @@ class Injector:
         if at != self._at or (self.plan["act"] != "nan" and not self.workers()) or not self._is_now(at, steps):
             return batch
         if self.plan["act"] == "nan":
-            return with_nan(torch, batch, [False])
+            batch = with_nan(torch, batch, done := [False])
+            if not done[0]:
+                self._write("missed", why="no number of that batch can be NaN")
+            return batch
         os.kill(self.workers()[0], signal.SIGKILL if self.plan["act"] == "worker killed" else signal.SIGSTOP)
         return batch
 

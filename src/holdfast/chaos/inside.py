@@ -7,6 +7,7 @@ and evaluation, written at once, so that it survives SIGKILL. Torch is not impor
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -96,6 +97,7 @@ class Inside:
         self._in_backward = self._saving = self._has_workers = False
         self._written: set[str] = set()
         self._saved_to: set[str] = set()
+        self._read: set[str] = set()
         self._loaded: str | None = None
         self._scale: float | None = None
         self._first: dict[int, str] = {}  # digests of buffers before the first forward, by module
@@ -146,7 +148,12 @@ class Inside:
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
-            paths = arguments[:1] if isinstance(arguments[2], int) and arguments[2] & _WRITES else ()
+            writes = isinstance(arguments[2], int) and arguments[2] & _WRITES
+            paths = arguments[:1] if writes else ()
+            if not (writes or self.steps) and isinstance(arguments[0], (str, os.PathLike)):
+                path = os.fspath(arguments[0])
+                if path not in self._read and (not os.path.isabs(path) or path.startswith(self._roots)):  # noqa: PTH117
+                    self._noted(self._reads, path)
         elif event == "os.truncate":
             paths = arguments[:1]
         elif event in _CHANGES and arguments[-1] in (-1, None):  # a folder's descriptor: it was named before
@@ -159,6 +166,13 @@ class Inside:
         if event == "os.rename" and os.path.realpath(paths[0]) in self._saved_to:
             self._saved_to.add(to := os.path.realpath(paths[1]))
             self._noted(partial(self.write, "moved", path=to))
+
+    def _reads(self, path: Any) -> None:
+        """Note a file that is newer than the trial, once, before the first step: the training has made it."""
+        self._read.add(path)
+        real = Path(os.path.realpath(path))
+        if real.is_file() and real.stat().st_mtime > self.fault.plan.get("since", math.inf):
+            self.write("read", path=str(real))
 
     def _wrote(self, path: str) -> None:
         path = os.path.realpath(path)

@@ -69,7 +69,14 @@ class Trial:
 
     attempts: list[Attempt]
     files: set[Path]  # that were there at its end
-    damaged: str | None = None  # the file that was damaged between two attempts, or is not read in the second
+    damaged: Path | None = None  # the file that was damaged between two attempts, or is not read in the second
+    read: set[Path]  # of what the training has made, by the restarts before their first step, as far as that is seen
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the restarts have read other files than the damaged one; safetensors are read unseen."""
+        seen = self.damaged is not None and self.damaged.suffix != ".safetensors" and bool(self.read)
+        return seen and self.damaged not in self.read
 
     @property
     def last(self) -> Attempt:
@@ -109,7 +116,7 @@ class Bench:
     def attempt(self, plan: dict[str, Any] | None) -> Attempt:
         """Start the command once and wait for its end; `plan` is the fault that it meets."""
         self._number += 1
-        plan = {"inside": list(map(str, self.place.tops)), **(plan or {})}
+        plan = {"since": self.place.since, "inside": list(map(str, self.place.tops)), **(plan or {})}
         traces = self.place.scratch / f"attempt-{self._number}"
         (traces / "processes").mkdir(parents=True)  # where `sitecustomize` notes what fails
         (traces / PLAN_FILE).write_text(json.dumps(plan))
@@ -249,5 +256,5 @@ def carry_out(
         attempts.append(bench.attempt({**again, "path": str(damaged)} if damaged and "errno" in again else again))
         if attempts[-1].status and attempts[-1].output == attempts[-2].output and not attempts[-1].lines("fault"):
             break  # the same end twice: it would go on like that
-    name = None if damaged is None else damaged.name
-    return Trial(attempts=attempts, files=set(bench.place.files()), damaged=name)
+    read = {Path(line["path"]) for attempt in attempts[1:] for line in attempt.lines("read")}
+    return Trial(attempts=attempts, files=set(bench.place.files()), damaged=damaged, read=read)

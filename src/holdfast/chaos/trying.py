@@ -48,7 +48,7 @@ class Fault:
     kind: str
     words: str
     plan: dict[str, Any]
-    between: Callable[[Workplace, Sequence[Path]], Path | None] | None = None
+    between: Callable[..., Path | None] | None = None
     then: tuple[dict[str, Any], ...] = ()
 
 
@@ -142,6 +142,7 @@ class Campaign:
         self._place = Workplace(origin, writes)
         self._bench = Bench(program, self._command, self._place, self._began + budget_seconds)
         self._ran = 0.0
+        self._read: set[str] = set()  # by restarts
 
     def run(self) -> Report:
         """Carry out everything."""
@@ -270,9 +271,19 @@ class Campaign:
             then = ({**_CLOCK, "at": "backward", "count": min(more), "act": "SIGKILL"}, _CLOCK)
         return [*found, replace(_fault("clock", words, "backward", after, "SIGKILL"), then=then)]
 
-    def _names(self, files: set[Path]) -> set[str]:
+    def _carried_out(self, fault: Fault, steps: int) -> Trial:
+        between = fault.between and partial(fault.between, read=self._read)
+        options: dict[str, Any] = {"restarts": self._restarts, "steps": steps, "then": fault.then}
+        trial = carry_out(self._bench, fault.plan, between=between, **options)
+        self._ran += sum(attempt.seconds for attempt in trial.attempts)
+        self._read |= {_alike(path) for path in trial.read}
+        return trial
+
+    def _names(self, files: set[Path]) -> dict[str, str]:
+        """Return names of files without what is chance or changes with step and time, and as they are."""
         names = [str(each).removeprefix(f"{self._place.scratch}/").removeprefix("work/") for each in files]
-        return {re.sub(r"tmp[a-z0-9_]{8}", "tmp*", name) for name in names}  # those of `tempfile` are chance
+        names = [re.sub(r"tmp[a-z0-9_]{8}", "tmp*", name) for name in names]  # those of `tempfile`
+        return {_alike(name): name for name in names}
 
     def _row(
         self, fault: Fault, first: Trial, references: dict[int, Reference], unsteady: Difference | None
@@ -284,23 +295,27 @@ class Campaign:
         if len(fault.then) > self._restarts:
             row.result, row.detail = "did not occur", f"it needs --restarts {len(fault.then)}"
             return row
-        trial = carry_out(
-            self._bench, fault.plan, restarts=self._restarts, steps=steps, between=fault.between, then=fault.then
-        )  # fmt: skip
+        trial = self._carried_out(fault, steps)
+        if trial.is_unread:  # now it is known what is read
+            trial = self._carried_out(fault, steps)
         row.seconds = sum(attempt.seconds for attempt in trial.attempts)
         row.failed = next((attempt.failed for attempt in trial.attempts if attempt.failed), "")
-        self._ran += row.seconds
         if time.monotonic() > self._bench.deadline and trial.last.hung:
             return row
         row.attempts, row.seconds_lost = len(trial.attempts), max(0.0, row.seconds - first.last.seconds)
         row.left_processes = sum(attempt.left for attempt in trial.attempts)
-        row.left_files = sorted(self._names(trial.files) - self._names(first.files))
+        left, usual = self._names(trial.files), self._names(first.files)
+        row.left_files = sorted(left[each] for each in left.keys() - usual.keys())
         comparison = compare(references, trial)
         row.comparison = asdict(comparison)
         row.result, row.detail = _judge(fault, trial, comparison, unsteady)
         done = "was not read" if fault.kind == "io" else "was damaged"
-        row.detail += f" ({trial.damaged} {done})" if trial.damaged else ""
+        row.detail += f" ({trial.damaged.name} {done})" if trial.damaged else ""
         return row
+
+
+def _alike(path: object) -> str:
+    return re.sub(r"\d+", "#", str(path))
 
 
 def _fault(kind: str, words: str, at: str, count: int, act: str, **plan: Any) -> Fault:
@@ -318,9 +333,13 @@ def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Differe
         return "did not occur", f"the training ended before{f', with {_status(status)}' * bool(status)}"
     if fault.between is not None and trial.damaged is None:
         return "did not occur", "no checkpoint was found"
+    if trial.is_unread:
+        return "did not occur", f"it was not read, but {', '.join(sorted(each.name for each in trial.read)[:3])}"
+    if (fault.between is not None or fault.then) and len(trial.attempts) == 1:
+        return "did not occur", "the command went on by itself before"
     refused = sum(attempt.refused for attempt in trial.attempts)
     missed = [line["why"] for attempt in trial.attempts for line in attempt.lines("missed")]
-    if (fault.kind == "io" and not refused) or (missed and fault.plan["act"] == "cut off"):
+    if (fault.kind == "io" and not refused) or (missed and fault.plan["act"] in ("cut off", "nan")):
         return "did not occur", next(iter(missed), "no such read or write was seen")
     if last.hung or last.status:
         how = "it stood still and was killed" if last.hung else f"it ended with {_status(last.status)}"
@@ -330,7 +349,7 @@ def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Differe
         return "hangs", f"it stood still and had to be killed; then {again}"
     if not comparison.finite:
         return "ends in NaN", "the weights or the loss at the end are NaN or infinite"
-    if fault.kind == "nan" and comparison.differences:
+    if fault.kind == "nan" and any(each.what != "text" for each in comparison.differences):
         return "survives", "this batch has changed the training; the weights at the end are finite"
     found = sorted(comparison.differences, key=lambda each: each.what == "older")  # the graver ones first
     for difference in found if unsteady is None else ():
@@ -369,6 +388,7 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
         why = f"fails when nobody disturbs it, with {_status(attempt.status)}: {end}", "correct that first."
     elif not most:
         fix = "name the command that trains; `python -I`, `-E`, `-S`, CUDA graphs, weights set by hand are not seen."
+        fix += " If it goes on from a finished run that lies in the directory, begin without that."
         why = "made no step of an optimizer of torch", fix
     elif most < 4:
         why = "made fewer than 4 steps", "let it make more, with some saves among them."
@@ -382,11 +402,12 @@ def _check(attempt: Attempt, place: Workplace, *, out_of_time: bool) -> None:
 
 
 def _damage(
-    place: Workplace, saved: Sequence[Path], *, act: Callable[[Path, random.Random], None], chance: random.Random
-) -> Path | None:
+    place: Workplace, saved: Sequence[Path], *, act: Callable[[Path, random.Random], None], chance: random.Random,
+    read: set[str],
+) -> Path | None:  # fmt: skip
     """Damage the newest file that is at least half as large as the largest of those that the training has written.
 
-    Of them only what was saved counts, where that still has the name under which it was written.
+    Of them only what was saved counts, where that still has a name that was seen; of that what restarts have `read`.
     """
     new = {}
     for path, (size, changed) in place.files().items():
@@ -399,6 +420,7 @@ def _damage(
         return None
     new = {path: about for path, about in new.items() if not {path, *path.parents}.isdisjoint(saved)} or new
     new = {path: about for path, about in new.items() if path.suffix not in _TEXTS} or new
+    new = {path: about for path, about in new.items() if _alike(path) in read} or new
     largest = max(size for size, _ in new.values())
     path = max((path for path in new if 2 * new[path][0] >= largest), key=lambda path: new[path][1])
     act(path, chance)

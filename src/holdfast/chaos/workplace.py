@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,6 +59,7 @@ class Workplace:
 
     def renew(self) -> None:
         """Make everything as it was before the first trial."""
+        self.since = time.time()
         for path in self.tops:
             _remove(path)
         self.temporary.mkdir()
