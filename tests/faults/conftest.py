@@ -15,11 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipes.demo.small_disk import command_with_small_disk
 from tests.faults.small_run import train
 from tests.prepared import Prepared
 
 PROGRAMS = Path(__file__).parent / "programs"
 _TIMEOUT_SECONDS = 120.0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """Return a folder for a small disk, where one may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if command_with_small_disk(disk, []) is None:
+        pytest.skip("no small disk may be mounted here, neither as root nor in a user namespace")
+    return disk
 
 
 class Life:

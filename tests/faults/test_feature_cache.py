@@ -144,17 +144,13 @@ def test_a_stopped_builder_is_named_to_the_second(start, tmp_path):
     assert end(start(path)) == {"items": ITEMS}
 
 
-def test_a_full_disk_is_a_clear_error_and_the_build_goes_on_when_there_is_room(undisturbed, tmp_path):
+def test_a_full_disk_is_a_clear_error_and_the_build_goes_on_when_there_is_room(undisturbed, small_disk, tmp_path):
     """On a disk that fills up in the middle the error says so, nothing is lost, and the file is the same later."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if command_with_small_disk(disk, []) is None:
-        pytest.skip("no small disk may be mounted here, neither as root nor in a user namespace")
-    common = {"path": str(disk / "f.h5"), "filler": str(disk / "filler")}
+    common = {"path": str(small_disk / "f.h5"), "filler": str(small_disk / "filler")}
     requests = [json.dumps({**common, "fill_at": 50}), json.dumps({**common, "fill_at": 119}), json.dumps(common)]
     builds = "; ".join(f"{sys.executable} {' '.join(PROGRAM)} '{request}'" for request in requests)
-    script = f"{builds}; cp {disk / 'f.h5'} {tmp_path / 'copy.h5'}"  # both see the disk: it is theirs alone
-    command = command_with_small_disk(disk, ["sh", "-c", script])
+    script = f"{builds}; cp {small_disk / 'f.h5'} {tmp_path / 'copy.h5'}"  # both see the disk: it is theirs alone
+    command = command_with_small_disk(small_disk, ["sh", "-c", script])
     assert command is not None
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
     first, second, third = (json.loads(line) for line in ended.stdout.splitlines())

@@ -70,19 +70,14 @@ def test_the_leftovers_of_a_killed_save_are_removed(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_no_training(start, undisturbed, tmp_path):
+def test_a_full_disk_stops_no_training(start, undisturbed, small_disk):
     """Saves fail with an event while the disk is full, older checkpoints stay, and later saves succeed."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    inside = command_with_small_disk(disk, [])
-    if inside is None:
-        pytest.skip("no small disk may be mounted here, neither as root nor in a user namespace")
     run = start(
-        command=inside,
-        run_dir=str(disk / "run"),
+        command=command_with_small_disk(small_disk, []),
+        run_dir=str(small_disk / "run"),
         fill_at=8,
         free_at=23,
-        filler=str(disk / "filler"),
+        filler=str(small_disk / "filler"),
         async_save=False,
     )
     end = run.end()
@@ -95,22 +90,18 @@ def test_a_full_disk_stops_no_training(start, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_kill_on_a_full_disk_resumes_from_the_last_good_checkpoint(undisturbed, tmp_path):
+def test_a_kill_on_a_full_disk_resumes_from_the_last_good_checkpoint(undisturbed, small_disk, tmp_path):
     """Killed while the disk is full, and started again on the full disk, the run goes on from what was saved."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if command_with_small_disk(disk, []) is None:
-        pytest.skip("no small disk may be mounted here, neither as root nor in a user namespace")
     # Both lives see the same small disk, so they are children of one shell that has it mounted.
     program = str(Path(__file__).parent / "programs" / "train.py")
-    common = {"run_dir": str(disk / "run"), "filler": str(disk / "filler"), "async_save": False}
+    common = {"run_dir": str(small_disk / "run"), "filler": str(small_disk / "filler"), "async_save": False}
     requests = [
         json.dumps({**common, "trace": str(tmp_path / "1"), "fill_at": 8, "die_at": 13}),
         json.dumps({**common, "trace": str(tmp_path / "2")}),
     ]
     script = "; ".join(f"{sys.executable} {program} '{request}'" for request in requests)
     ended = subprocess.run(
-        command_with_small_disk(disk, ["sh", "-c", script]) or [],
+        command_with_small_disk(small_disk, ["sh", "-c", script]) or [],
         capture_output=True,
         text=True,
         timeout=120,

@@ -131,11 +131,15 @@ def guard() -> None:
         LIFE.folder / "run", model=model, optimizer=optimizer, loader=LIFE.loader(),
         policy={"save_interval_steps": LIFE.every},
     )  # fmt: skip
+    _guarded(made, model, model, optimizer)
+
+
+def _guarded(made: holdfast.Guard, called: Any, model: Any, optimizer: Any) -> None:
     with made:
         for number, batch in enumerate(made.batches(max_epochs=EPOCHS)):
             if number == 0:
                 LIFE.begin(made.global_step)
-            made.step(batch, lambda part: model(**part)["loss"])
+            made.step(batch, lambda part: called(**part)["loss"])
     LIFE.end(model, optimizer, made.global_step)
 
 
@@ -155,12 +159,7 @@ def accelerate() -> None:
         accelerator, model=prepared, optimizer=optimizer, loader=loader, run_dir=LIFE.folder / "run",
         save_interval_steps=LIFE.every,
     )  # fmt: skip
-    with made:
-        for number, batch in enumerate(made.batches(max_epochs=EPOCHS)):
-            if number == 0:
-                LIFE.begin(made.global_step)
-            made.step(batch, lambda part: prepared(**part)["loss"])
-    LIFE.end(model, bare, made.global_step)
+    _guarded(made, prepared, model, bare)
 
 
 def _plain(epochs: Callable[[Any, dict[str, Any]], Iterable[int]]) -> None:

@@ -85,16 +85,20 @@ def test_a_cut_file_gives_what_is_left(sessions: list[int], capacity: int, size_
         assert _read(path) == [number for number in newest if number % capacity < whole_slots]
 
 
+def record(directory: str, *events: Event) -> None:
+    box = BlackBox(Path(directory))
+    for event in events:
+        box.event(event)
+    box.close()
+
+
 @_SETTINGS
 @given(st.lists(_FACTS, max_size=5), st.text(min_size=1, max_size=20), st.integers(0, 2**60), st.floats(0, 1e10))
 def test_any_facts_come_back(facts: list[dict[str, Any]], kind: str, step: int, seconds: float) -> None:
     """Events with any JSON facts are read as they were written, in order."""
     events = [Event(kind=kind, global_step=step, unix_seconds=seconds, data=data) for data in facts]
     with tempfile.TemporaryDirectory() as directory:
-        box = BlackBox(Path(directory))
-        for event in events:
-            box.event(event)
-        box.close()
+        record(directory, *events)
         assert read_events(Path(directory)) == events
 
 
@@ -106,10 +110,7 @@ def test_long_facts_are_cut_but_readable(pattern: str, length: int) -> None:
     event = Event(kind="k", global_step=1, unix_seconds=0.0, data={"text": text})
     after = Event(kind="after", global_step=2, unix_seconds=0.0)
     with tempfile.TemporaryDirectory() as directory:
-        box = BlackBox(Path(directory))
-        box.event(event)
-        box.event(after)
-        box.close()
+        record(directory, event, after)
         found, following = read_events(Path(directory))
     assert following == after
     assert (found.kind, found.global_step) == ("k", 1)
@@ -130,10 +131,7 @@ def test_torn_parts_cost_only_the_events_they_belong_to(parts: list[int], torn: 
         for number, count in enumerate(parts)
     ]
     with tempfile.TemporaryDirectory() as directory:
-        box = BlackBox(Path(directory))
-        for event in events:
-            box.event(event)
-        box.close()
+        record(directory, *events)
         with Path(directory, EVENTS_FILE).open("r+b") as file:
             for slot in torn:
                 file.seek(HEADER_BYTES + slot * _EVENT_SLOT_BYTES)

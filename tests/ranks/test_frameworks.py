@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from tests.ranks.harness import all_returned, run_ranks
+from tests.ranks.test_ranks import weights
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,10 +27,6 @@ def data(samples=24, bad=()):
     inputs = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
     inputs[list(bad)] = torch.nan
     return TensorDataset(inputs, torch.arange(samples) % CLASSES)
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def classifier():

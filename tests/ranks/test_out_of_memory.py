@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from tests.ranks.harness import all_returned, run_ranks
+from tests.unit.guard.guarded import ask_for_too_much
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -18,11 +19,6 @@ from holdfast.guard.splitting.window import Window
 
 pytestmark = pytest.mark.slow
 STEPS, WIDTH, LAYERS = 6, 23, 4
-
-
-def too_much():
-    """Ask for more memory than there can be: a real refusal of the allocator."""
-    torch.empty(2**50, dtype=torch.uint8)
 
 
 class InBackward(torch.autograd.Function):
@@ -36,7 +32,7 @@ class InBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         if ctx.fails:
-            too_much()
+            ask_for_too_much()
         return gradient, None
 
 
@@ -53,7 +49,7 @@ class Net(nn.Module):
     def forward(self, x, fails=None, *, skips=False):
         for at, layer in enumerate(self.layers):
             if fails == ("forward", at):
-                too_much()
+                ask_for_too_much()
             if not (skips and at == 1):
                 x = InBackward.apply(torch.tanh(layer(x)), fails == ("backward", at))
         return self.head(self.norm(x))
@@ -102,7 +98,7 @@ def trained(rank, run, kind, plan, sizes=(8,) * STEPS, policy=None):
                 plan(step, rank, next(calls), len(part)) if callable(plan) else plan.get((step, rank, next(calls)))
             )
             if fails == "early":
-                too_much()
+                ask_for_too_much()
             noise = 0.0 if policy == SPLITS else torch.rand(())  # drawn again in each attempt
             out = model(part, fails, skips=kind in ("unused", "ragged") and step % 2 == rank)
             if kind == "views":
@@ -226,7 +222,7 @@ def compares_samples(rank, run, most):
 
     def outputs(part):
         if rank and len(part) > most:
-            too_much()
+            ask_for_too_much()
         return model(part)
 
     for batch in guard.batches(max_epochs=1):
@@ -252,7 +248,7 @@ def keeps_its_plan(rank, run):
 
     def loss_fn(part):
         if plan(0, rank, 0, len(part)):
-            too_much()
+            ask_for_too_much()
         return model(part).square().mean()
 
     found = [guard.step(batch, loss_fn).attempts for batch in guard.batches(max_steps=guard.global_step + 3)]
@@ -284,7 +280,7 @@ def short_in_the_optimizer(rank, run, where, norm=None):
         whole()
         for p, gradient in zip(left, kept, strict=True):
             p.grad = gradient
-        return too_much()
+        return ask_for_too_much()
 
     optimizer.step = step
     for batch in guard.batches(max_steps=7):
@@ -329,7 +325,7 @@ def recomputed(rank, run, failures):
         def loss_fn(part, step=step, calls=calls):
             output = model(part)
             if rank == 1 and step == 2 and next(calls) < failures:
-                too_much()
+                ask_for_too_much()
             return output.square().mean()
 
         attempts.append(guard.step(batch, loss_fn).attempts)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.guard.guarded import FailsHalfWay, ask_for_too_much
 from torch import nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner, Result
@@ -41,10 +42,6 @@ def said_of(run: Path) -> tuple[str, int]:
 
 def of_family(name: str) -> int:
     return 10 + FAMILIES.index(name)  # type: ignore[arg-type] # a wrong one raises
-
-
-def ask_for_too_much(*_: object) -> None:
-    torch.empty(2**50, dtype=torch.uint8)  # beyond the address space: no machine grants it
 
 
 def guard_of(run: Path, *extra: nn.Module, count: int = 12, **more: Any) -> tuple[holdfast.Guard, nn.Module]:
@@ -93,15 +90,6 @@ def test_out_of_memory_is_said_as_such_whatever_was_refused(tmp_path, what):
     assert verdict["where"].endswith("in train")
     assert caught.value.what[:60] in verdict["summary"]
     assert "has run away" not in explain(tmp_path).output
-
-
-class FailsHalfWay(torch.optim.SGD):
-    """Moves its first parameter, then runs out of memory."""
-
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].add_(1.0)
-        ask_for_too_much()
 
 
 @pytest.mark.parametrize("saves", [5, None])

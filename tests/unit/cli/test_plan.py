@@ -161,54 +161,26 @@ def test_a_folder_that_is_missing_is_said_before_anything_is_traced(tmp_path):
     assert f"{tmp_path / 'none'}" in result.output
 
 
-_BRANCHING = """
-import torch
-
-def build():
-    model = torch.nn.Linear(8, 8)
-    def loss_fn(batch):
-        out = model(batch)
-        return (out.exp() if len(batch) > 2 else out).mean()
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "loss_fn": loss_fn,
-            "batch": torch.zeros(4, 8)}
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
-def test_a_step_that_goes_another_way_from_some_size_on_is_traced_beyond_it(tmp_path):
+def test_a_step_that_goes_another_way_from_some_size_on_is_traced_beyond_it():
     """Two and four samples differ, so four and eight are taken, and that is said among the assumptions."""
-    (tmp_path / "job.py").write_text(_BRANCHING)
     options = ["--device", "L4", "--global-batch-size", "16", "--precision", "fp32", "--no-verify", "--json"]
-    result = CliRunner().invoke(make_app("plan"), ["plan", f"{tmp_path / 'job.py'}:build", *options])
+    result = call(*options, factory="branching")
     assert result.exit_code == 0, result.output
     assert any("from 4 and 8 samples" in one["what"] for one in json.loads(result.stdout)["assumptions"])
 
 
-_FP32_ONLY = """
-import torch
-
-def build():
-    model = torch.nn.Linear(8, 8)
-    def loss_fn(batch):
-        index = torch.zeros(len(batch), 8, dtype=torch.int64)
-        return torch.zeros(len(batch), 8).scatter_(1, index, model(batch)).mean()
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "loss_fn": loss_fn,
-            "batch": torch.zeros(4, 8)}
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
-def test_a_precision_in_which_the_step_does_not_run_is_left_out(tmp_path):
+def test_a_precision_in_which_the_step_does_not_run_is_left_out():
     """The plans in fp32 stay, and why there are none in bf16 is said; asked for alone, the error names it."""
-    (tmp_path / "job.py").write_text(_FP32_ONLY)
-    command = ["plan", f"{tmp_path / 'job.py'}:build", "--device", "L4", "--global-batch-size", "8", "--json"]
-    result = CliRunner().invoke(make_app("plan"), [*command, "--no-verify"])
+    options = ["--device", "L4", "--global-batch-size", "8", "--json"]
+    result = call(*options, "--no-verify", factory="fp32_only")
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout)
     assert {row["precision"] for row in shown["rows"]} == {"fp32"}
     assert any(one["what"].startswith("bf16 was left out") for one in shown["assumptions"])
-    alone = CliRunner().invoke(make_app("plan"), [*command, "--precision", "bf16"])
+    alone = call(*options, "--precision", "bf16", factory="fp32_only")
     assert alone.exit_code == 2
     assert "in bf16, under autocast" in alone.stdout

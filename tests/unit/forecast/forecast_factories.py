@@ -136,6 +136,22 @@ def casts_itself() -> dict[str, Any]:
     return _job(model, torch.randn(8, 64), loss_fn)
 
 
+def branching() -> dict[str, Any]:
+    """Go another way from three samples on."""
+    model = nn.Linear(8, 8)
+    return _job(model, torch.zeros(4, 8), lambda x: (model(x).exp() if len(x) > 2 else model(x)).mean())
+
+
+def fp32_only() -> dict[str, Any]:
+    """Scatter into fp32 what bf16 would not fit into."""
+    model = nn.Linear(8, 8)
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(x), 8).scatter_(1, torch.zeros(len(x), 8, dtype=torch.int64), model(x)).mean()
+
+    return _job(model, torch.zeros(4, 8), loss_fn)
+
+
 # Wrong ones.
 
 

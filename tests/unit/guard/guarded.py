@@ -45,9 +45,27 @@ def square_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: model(x).square().mean()
 
 
-def ask_for_too_much() -> None:
+def ask_for_too_much(*_: object) -> None:
     """Run out of memory for real: 1 PiB is beyond the address space, so no machine grants it."""
     torch.empty(2**50, dtype=torch.uint8)
+
+
+class FailsHalfWay(torch.optim.SGD):
+    """Moves its first parameter, then runs out of memory: at one call of step, or at each."""
+
+    def __init__(
+        self, parameters: Any, fail_at: int | None = None, fail: Callable[[], None] = ask_for_too_much, **how: Any
+    ) -> None:
+        super().__init__(parameters, **how)
+        self.calls, self.fail_at, self.fail = 0, fail_at, fail
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        if self.fail_at in (None, self.calls):
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            self.fail()
+        super().step(closure)
 
 
 class Short:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.own_process import in_own_process
 from tests.unit.guard.guarded import (
+    FailsHalfWay,
     Short,
     ask_for_too_much,
     assert_same,
@@ -90,22 +91,6 @@ def half_made(run_dir: Path) -> None:
     assert_same(tensors_of(model, optimizer), before)
     guard.step(data, square_of(model))
     assert_same(tensors_of(model, optimizer), tensors_of(bare_model, bare))
-
-
-class FailsHalfWay(torch.optim.SGD):
-    """Moves its first parameter, then runs out of memory, at one call of step."""
-
-    def __init__(self, parameters: Any, fail_at: int, **how: Any) -> None:
-        super().__init__(parameters, **how)
-        self.calls, self.fail_at = 0, fail_at
-
-    def step(self, closure: Any = None) -> None:
-        self.calls += 1
-        if self.calls == self.fail_at:
-            with torch.no_grad():
-                self.param_groups[0]["params"][0].add_(1.0)
-            ask_for_too_much()
-        super().step(closure)
 
 
 def train_two(run_dir: Any, fail_at: int) -> tuple[holdfast.Guard, list[torch.Tensor], list[bool]]:

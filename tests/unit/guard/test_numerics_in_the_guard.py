@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.prepared import run_prepared
-from tests.unit.guard.guarded import guarded
+from tests.unit.guard.guarded import guarded, kinds_of
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -33,10 +33,6 @@ def noisy_batches(count: int, size: int = 16) -> list[tuple[torch.Tensor, torch.
     chance = torch.Generator().manual_seed(3)
     inputs = [torch.randn(size, 8, generator=chance) for _ in range(count)]
     return [(x, x.sum(1, keepdim=True) + torch.randn(size, 1, generator=chance)) for x in inputs]
-
-
-def kinds(guard: holdfast.Guard) -> list[str]:
-    return [event.kind for event in guard.events()]
 
 
 def loss_of(model: nn.Module) -> Any:
@@ -71,7 +67,7 @@ def test_a_batch_far_out_is_skipped_without_a_trace_and_noted_in_the_checkpoint(
             assert before[1] == schedule.state_dict()
             assert "stand out" in str(result.reason)
     assert seen == [200]
-    assert "skip_step" in kinds(guard)
+    assert "skip_step" in kinds_of(guard)
 
 
 def test_a_task_that_changes_is_warned_of_and_trains_as_the_bare_loop_does(tmp_path):
@@ -87,7 +83,7 @@ def test_a_task_that_changes_is_warned_of_and_trains_as_the_bare_loop_does(tmp_p
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches)
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(model))
-    assert "spike" in kinds(guard)
+    assert "spike" in kinds_of(guard)
     assert same(expected, digest(model, optimizer))
 
 
@@ -132,7 +128,7 @@ def test_a_run_that_runs_away_again_and_again_ends_with_a_verdict(tmp_path):
                 for group in optimizer.param_groups:
                     group["lr"] = 3.0
             guard.step(batch, loss_of(model))
-    assert kinds(guard).count("roll_back") == 2
+    assert kinds_of(guard).count("roll_back") == 2
     model, optimizer = regression(1)
     again = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches)
     assert loss_of(model)(batches[-1]).item() < 100
@@ -203,7 +199,7 @@ def test_a_step_is_made_without_its_bad_samples_exactly(tmp_path):
         optimizer.step()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, other)
-    assert "samples_dropped" in kinds(guard)
+    assert "samples_dropped" in kinds_of(guard)
     guard.close()
 
 
@@ -216,7 +212,7 @@ def test_a_micro_batch_of_nan_is_left_out_only_where_samples_may_be(tmp_path, dr
     guard = guarded(tmp_path, model, micro_batch_size=2, drop_nonfinite_samples=drops)
     result = guard.step(batch, lambda x: model(x).square().mean())
     assert result.skipped is not drops
-    assert ("micro_batch_dropped" in kinds(guard)) is drops
+    assert ("micro_batch_dropped" in kinds_of(guard)) is drops
     guard.close()
 
 
@@ -239,7 +235,7 @@ def test_a_sample_that_was_dropped_is_quarantine_from_the_next_epoch_on(tmp_path
     (entry,) = loader.ledger
     assert (entry.index, entry.kind, entry.epoch) == (13, "provenance", 1)
     assert (tmp_path / "quarantine.json").exists()
-    assert kinds(guard).count("sample_quarantined") == 1
+    assert kinds_of(guard).count("sample_quarantined") == 1
 
 
 def test_training_after_a_replay_is_what_it_would_be_without_one(tmp_path):
@@ -318,7 +314,7 @@ def test_a_guarded_run_reports_that_its_attention_is_not_aligned(tmp_path):
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(model))
         report_alignment(guard, torch.full((8, 10, 10), 0.1), torch.full((8,), 10), torch.full((8,), 10))
-    assert "aligned" in kinds(guard)
+    assert "aligned" in kinds_of(guard)
     assert any(event.data.get("rule") == "H852" for event in guard.events())
 
 
@@ -337,12 +333,12 @@ def test_a_plateau_scheduler_that_is_told_late_is_left_in_peace(tmp_path):
                 guard.validated(result.loss)
         return guard
 
-    assert "schedulers_wait" not in kinds(life("late", 20, 15))
+    assert "schedulers_wait" not in kinds_of(life("late", 20, 15))
     life("lives", 20, 15)
-    assert "schedulers_wait" not in kinds(life("lives", 40))
+    assert "schedulers_wait" not in kinds_of(life("lives", 40))
     life("each epoch", 2).validated(1.0)
-    assert "schedulers_wait" not in kinds(life("each epoch", 4))
-    assert kinds(life("never", 1002)).count("schedulers_wait") == 1
+    assert "schedulers_wait" not in kinds_of(life("each epoch", 4))
+    assert kinds_of(life("never", 1002)).count("schedulers_wait") == 1
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -406,6 +402,6 @@ def test_a_nan_of_a_loss_with_forward_derivatives_is_skipped_and_blames_nothing(
     result = guard.step(x, lambda x: derivative(model, x).square().mean() * math.nan)
     assert result.skipped
     assert "forward-mode AD" in str(result.reason)
-    assert "nonfinite_not_traced" in kinds(guard)
+    assert "nonfinite_not_traced" in kinds_of(guard)
     assert not guard.step(x, lambda x: derivative(model, x).square().mean()).skipped
     guard.close()

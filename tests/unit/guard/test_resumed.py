@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.guard.guarded import kinds_of
 from torch import nn
 
 import holdfast
@@ -28,10 +29,6 @@ def make(rate: float = 0.1) -> dict[str, Any]:
 
 def loss_of(model: nn.Module) -> Any:
     return lambda x: (model(x) - x[:, :1]).square().mean()
-
-
-def kinds(guard: holdfast.Guard) -> list[str]:
-    return [event.kind for event in guard.events()]
 
 
 class Drawn:
@@ -119,7 +116,7 @@ def test_a_loop_of_ones_own_is_told_after_a_restart_that_it_begins_anew(tmp_path
         with holdfast.Guard(tmp_path, loader=[X[:8]] * 2, **parts) as guard:
             for batch in [X[:8]] * 2 if own else guard.batches(max_epochs=restart + 1):
                 guard.step(batch, loss_of(parts["model"]))
-        assert kinds(guard).count("position_not_kept") == (restart == 2)
+        assert kinds_of(guard).count("position_not_kept") == (restart == 2)
 
 
 def test_groups_that_are_added_on_the_way_are_warned_of_before_a_resume_is_refused(tmp_path):
@@ -133,7 +130,7 @@ def test_groups_that_are_added_on_the_way_are_warned_of_before_a_resume_is_refus
     parts["optimizer"].add_param_group({"params": head.parameters()})
     for batch in guard.batches(max_epochs=2):
         guard.step(batch, loss_of(nn.Sequential(*parts["model"].values())[:1]))
-    assert "groups_changed" in kinds(guard)
+    assert "groups_changed" in kinds_of(guard)
 
 
 def test_the_newest_checkpoint_that_verifies_is_asked_for_without_a_change(tmp_path):

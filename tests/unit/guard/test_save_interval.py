@@ -56,6 +56,12 @@ def test_an_early_save_waits_until_what_its_writer_computes_is_a_hundredth_of_th
     assert (first, 295 <= early <= 305) == (0, True)
 
 
+def test_an_early_save_waits_for_what_ten_saves_take(tmp_path):
+    """Steps of 0.1 s and saves of 4 s: a young run is saved after 40 s, of which it saved 8, and not after 5."""
+    first, early, *_ = saved_steps(tmp_path, 600, costs=4.0)
+    assert (first, 310 <= early <= 330) == (0, True)
+
+
 def test_the_most_minutes_between_saves_are_kept_with_any_interval(tmp_path):
     """save_interval_minutes is an upper limit beside a number of steps, and needs saves that are not switched off."""
     fields = {"save_interval_steps": 1000, "save_interval_minutes": 0.95 / 60}

@@ -32,14 +32,10 @@ class Disk:
 
     def __init__(self) -> None:
         self.free = threading.Event()
-        self.clock: FakeClock | None = None
-        self.seconds = 0.0
 
     def write(self, *arguments: Any, **facts: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             assert self.free.wait(60)
-        if self.clock is not None:
-            self.clock.advance(self.seconds)
         return really_write(*arguments, **facts)
 
     def free_soon(self) -> None:
@@ -290,19 +286,6 @@ def test_a_forked_process_records_nothing_and_does_not_hang(tmp_path):
     record.emit(run_events.Closed(how="finished"))
     assert kinds_of(record) == ["closed"]
     record.close()
-
-
-def test_an_early_save_waits_for_what_ten_saves_take(tmp_path, disk):
-    """Steps of 0.1 s and saves of 4 s: a young run is saved after 40 s, and not after 5."""
-    clock = disk.clock = FakeClock()
-    disk.seconds = 4.0
-    guard, parts = after(0, tmp_path, clock=clock, async_save=False, diagnose=False)
-    for _ in range(600):
-        step(guard, parts)
-        clock.advance(0.1)
-    first, early = saved_steps(guard)
-    assert (first, 350 <= early <= 410) == (0, True)
-    guard.close()
 
 
 def test_a_state_that_cannot_be_given_later_is_an_event(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.guard.guarded import ask_for_too_much, events, the_event
+from tests.unit.guard.guarded import FailsHalfWay, ask_for_too_much, events, the_event
 from torch import nn
 
 import holdfast
@@ -29,23 +29,12 @@ def without_limit_afterwards() -> Iterator[None]:
     limit_memory(None)
 
 
-class Torn(torch.optim.SGD):
-    """Changes its weight and runs out of memory at one call of step, from which on memory is short."""
-
-    def __init__(self, parameters: Any, fail_at: int) -> None:
-        super().__init__(parameters, lr=0.1, momentum=0.9)
-        self.calls, self.fail_at = 0, fail_at
-
-    def step(self, closure: Any = None) -> None:
-        self.calls += 1
-        if self.calls == self.fail_at:
-            with torch.no_grad():
-                self.param_groups[0]["params"][0].add_(1.0)
-            gc.collect()  # what earlier tests have left would be room later
-            release_memory([])  # and so would what glibc keeps
-            limit_memory(HEADROOM_BYTES)
-            ask_for_too_much()
-        super().step(closure)
+def run_short() -> None:
+    """Run out of memory, which is short from now on."""
+    gc.collect()  # what earlier tests have left would be room later
+    release_memory([])  # and so would what glibc keeps
+    limit_memory(HEADROOM_BYTES)
+    ask_for_too_much()
 
 
 class Twin:
@@ -65,7 +54,7 @@ def train(run_dir: Path, *, fail_at: int, **state: Any) -> tuple[holdfast.Guard,
     """Make 3 steps; return the guard, and weight and momentum."""
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH, bias=False)
-    optimizer = Torn(model.parameters(), fail_at)
+    optimizer = FailsHalfWay(model.parameters(), fail_at, run_short, lr=0.1, momentum=0.9)
     data = holdfast.DataLoader(torch.randn(16, WIDTH).unbind(), batch_size=4, shuffle=True, seed=1)
     guard = holdfast.Guard(
         run_dir, model=model, optimizer=optimizer, loader=data, save_interval_steps=2, async_save=False,
