@@ -38,7 +38,7 @@ def newest_good(
     for each in found:
         try:
             if sealed or is_unfinished(each):
-                verify(each)
+                _verify_twice(each)
         except CheckpointError as error:
             refused.append((each, error.what))
             continue
@@ -55,6 +55,16 @@ def newest_good(
     for each, why in refused:
         on_refused(each, why)
     return good
+
+
+def _verify_twice(checkpoint: Path) -> None:
+    """Verify, and again where the disk refused to read: that may have been for a moment, and nothing is damaged."""
+    try:
+        verify(checkpoint)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        verify(checkpoint)
 
 
 def paths_in(folder: Path) -> list[Path]:
