@@ -73,12 +73,6 @@ class Trial:
     read: set[Path]  # of what the training has made, by the restarts before their first step, as far as that is seen
 
     @property
-    def is_unread(self) -> bool:
-        """Whether the restarts have read other files than the damaged one; safetensors are read unseen."""
-        seen = self.damaged is not None and self.damaged.suffix != ".safetensors" and bool(self.read)
-        return seen and self.damaged not in self.read
-
-    @property
     def last(self) -> Attempt:
         """The attempt that ended it."""
         return self.attempts[-1]

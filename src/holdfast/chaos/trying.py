@@ -279,6 +279,12 @@ class Campaign:
         self._read |= {_alike(path) for path in trial.read}
         return trial
 
+    def _is_unread(self, trial: Trial) -> bool:
+        """Return whether no restart reads such files as the damaged one, by its name; safetensors are read unseen."""
+        if trial.damaged is None or trial.damaged.suffix == ".safetensors" or not self._read:
+            return False
+        return _alike(trial.damaged) not in self._read
+
     def _names(self, files: set[Path]) -> dict[str, str]:
         """Return names of files without what is chance or changes with step and time, and as they are."""
         names = [str(each).removeprefix(f"{self._place.scratch}/").removeprefix("work/") for each in files]
@@ -296,7 +302,7 @@ class Campaign:
             row.result, row.detail = "did not occur", f"it needs --restarts {len(fault.then)}"
             return row
         trial = self._carried_out(fault, steps)
-        if trial.is_unread:  # now it is known what is read
+        if self._is_unread(trial):  # now it is known what is read
             trial = self._carried_out(fault, steps)
         row.seconds = sum(attempt.seconds for attempt in trial.attempts)
         row.failed = next((attempt.failed for attempt in trial.attempts if attempt.failed), "")
@@ -309,6 +315,9 @@ class Campaign:
         comparison = compare(references, trial)
         row.comparison = asdict(comparison)
         row.result, row.detail = _judge(fault, trial, comparison, unsteady)
+        if row.passed and self._is_unread(trial):
+            others = ", ".join(sorted({each.name for each in trial.read})[:3])
+            row.result, row.detail = "did not occur", f"no restart reads such a file, but {others}"
         done = "was not read" if fault.kind == "io" else "was damaged"
         row.detail += f" ({trial.damaged.name} {done})" if trial.damaged else ""
         return row
@@ -333,8 +342,6 @@ def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Differe
         return "did not occur", f"the training ended before{f', with {_status(status)}' * bool(status)}"
     if fault.between is not None and trial.damaged is None:
         return "did not occur", "no checkpoint was found"
-    if trial.is_unread:
-        return "did not occur", f"it was not read, but {', '.join(sorted(each.name for each in trial.read)[:3])}"
     if (fault.between is not None or fault.then) and len(trial.attempts) == 1:
         return "did not occur", "the command went on by itself before"
     refused = sum(attempt.refused for attempt in trial.attempts)
