@@ -60,7 +60,7 @@ other-torch:  ## all tests with another torch, beside the others; gigabytes: mak
 benchmarks: $(INSTALLED)  ## measure every figure in the README again; takes some hours
 	$(BIN)/python -m benchmarks.run_all
 
-scoreboard: $(SCOREBOARD)/installed  ## put every framework to `holdfast chaos`, alone and with holdfast; takes about half an hour
+scoreboard: $(SCOREBOARD)/installed  ## put every framework to `holdfast chaos`, alone and with holdfast; takes about ten minutes
 	PYTHONPATH=$(CURDIR)/$(SCOREBOARD) $(BIN)/python -m evals.scoreboard
 
 # As for SpeechBrain: torchvision, which Composer imports, does without its compiled part too.

@@ -275,22 +275,18 @@ def scoreboard_table() -> str:
     lines = [f"| | {' | '.join(kinds)} | same | again | seconds |", "|---" * (len(kinds) + 4) + "|"]
     for title, rows in sorted(result["samples"].items()):
         met = [row for row in rows if row["tried"]]
-        unseen = title.startswith("Composer") or (title.startswith("Lightning") and title.endswith("alone"))
-        judged = words | dict.fromkeys(("another training", "work is lost", "exact"), "goes on²") if unseen else words
         cells = []
         for kind in kinds:
             shown = [
-                "exact¹" if "the last save into" in row["detail"] else judged.get(row["result"], row["result"])
+                "exact¹" if "the last save into" in row["detail"] else words.get(row["result"], row["result"])
                 for row in met
-                if row["kind"] == kind and ".ring was damaged" not in row["detail"]
+                if row["kind"] == kind
             ]
             found = Counter(shown)
             cells.append(", ".join(f"{count} {word}" if len(found) > 1 else word for word, count in found.items()))
         same, again = sum(row["passed"] for row in met), sum(row["steps_again"] for row in met)
         lost = sum(row["seconds_lost"] for row in met)
-        lines.append(
-            f"| {title} | {' | '.join(cells)} | {'²' if unseen else f'{same} of {len(met)}'} | {again} | {lost:.0f} |"
-        )
+        lines.append(f"| {title} | {' | '.join(cells)} | {same} of {len(met)} | {again} | {lost:.0f} |")
     where = f"`scoreboard`, {result['date'][:10]}, commit {result['commit']['commit'][:9]}"
     return "\n\n".join(["\n".join(lines), where, *result["notes"]])
 
