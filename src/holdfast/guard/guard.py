@@ -33,7 +33,7 @@ from holdfast.guard.run.loop import Loop
 from holdfast.guard.run.schedules import check_schedulers, validated
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery, Steps
-from holdfast.guard.saving.best import Best, BestOf
+from holdfast.guard.saving.best import Best, BestOf, as_metric
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.stop import Interrupted, StopRequest
@@ -335,7 +335,8 @@ class Guard:
         shows overfitting.
 
         Args:
-            value: Over the validation set: a number or a tensor of one element. NaN and Inf are recorded only.
+            value: Over the validation set: a number or a tensor of one element. NaN and Inf are no best one, but
+                count for `patience`.
             name: Of the metric.
             mode: Whether lower or higher is better.
             keep: How many of the best checkpoints are kept beside the newest ones, see `best`; they need a save, but
@@ -346,10 +347,10 @@ class Guard:
             Whether its checkpoint was kept.
 
         Raises:
-            PolicyError: H105 for a name or a mode; H115 if ranks differ.
+            PolicyError: H105 for a name, a mode or a value that cannot be; H115 if ranks differ.
         """
         self._session.check_averages()
-        number, self._session.validated = float(value), True
+        number, self._session.validated = as_metric(value, keep, patience), True
         if name not in self._validated:  # read before another rank writes
             self._validated[name] = BestOf(self._directory.path, name, mode, writes=self._ranks.rank == 0)
         best = self._validated[name]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from holdfast.core.containers import children_of, rebuilt
 from holdfast.core.errors import BatchError
 
 _T = TypeVar("_T")
@@ -97,9 +98,19 @@ def _extra(returned: Any) -> dict[str, Any] | None:
     """Return what the terms of a loss have brought beside it, without graphs."""
     terms = [returned] if isinstance(returned, Loss) else returned
     terms = terms.values() if isinstance(terms, Mapping) else terms if isinstance(terms, (list, tuple)) else ()
-    given = [term.extra for term in terms if isinstance(term, Loss) and term.extra]
-    found = {name: value for extra in given for name, value in extra.items()}
-    return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in found.items()} or None
+    given: list[Any] = [term.extra for term in terms if isinstance(term, Loss) and term.extra is not None]
+    for each in given:
+        if not isinstance(each, Mapping):
+            limit, fix = "it is a dict of what is given back by name", 'such as Loss(mean, extra={"logits": logits}).'
+            raise BatchError(f"extra of a Loss is a {type(each).__name__}", limit=limit, fix=fix, rule="H201")
+    return {name: _detached(value) for extra in given for name, value in extra.items()} or None
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    children = children_of(value)
+    return value if not children else rebuilt(value, {key: _detached(each) for key, each in children.items()})
 
 
 def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -> dict[str, Any]:

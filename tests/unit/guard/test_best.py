@@ -112,10 +112,14 @@ def test_a_validation_that_is_made_again_counts_once(tmp_path: Path) -> None:
     assert max(weights) == 14
 
 
-@pytest.mark.parametrize("wrong", [{"name": "../up"}, {"name": ""}, {"mode": "largest", "name": "a"}])
-def test_a_name_that_is_no_name_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"name": "../up"}, {"name": ""}, {"mode": "largest", "name": "a"}, {"patience": 0}, {"patience": "3"},
+     {"keep": -1}, {"keep": 1.5}, {"value": "x"}, {"value": torch.zeros(3)}],
+)  # fmt: skip
+def test_what_no_metric_can_be_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """With what is possible."""
     model = torch.nn.Linear(2, 1)
     guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with guard, pytest.raises(holdfast.PolicyError, match="H105"):
-        guard.validated(1.0, **wrong)
+        guard.validated(**{"value": 1.0, **wrong})

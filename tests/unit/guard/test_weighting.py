@@ -406,7 +406,13 @@ def test_what_a_loss_brings_beside_it_is_put_together(tmp_path: Any, micro_batch
 
     def loss(x: torch.Tensor) -> holdfast.Loss:
         outputs = model(x)
-        extra = {"outputs": outputs, "first": outputs[:, 0].mean(), "share": len(x) / 10, "name": f"of {len(x)}"}
+        extra = {
+            "outputs": outputs,
+            "nested": [{"outputs": outputs}],
+            "first": outputs[:, 0].mean(),
+            "share": len(x) / 10,
+            "name": f"of {len(x)}",
+        }
         return holdfast.Loss(outputs.square().mean(), items=len(x), extra=extra)
 
     with torch.no_grad():
@@ -416,6 +422,13 @@ def test_what_a_loss_brings_beside_it_is_put_together(tmp_path: Any, micro_batch
         assert guard.step(X[:, 0], lambda x: model(x).mean()).extra == {}
     assert torch.allclose(found["outputs"], expected)
     assert not found["outputs"].requires_grad
+    nested = found["nested"][0] if micro_batch_size is None else found["nested"][0][0]
+    assert not nested["outputs"].requires_grad
+    with (
+        guarded(tmp_path / "b", model) as guard,
+        pytest.raises(holdfast.BatchError, match="extra of a Loss is a Tensor"),
+    ):
+        guard.step(X[:, 0], lambda x: holdfast.Loss(model(x).mean(), items=len(x), extra=model(x)))
     assert torch.allclose(found["first"], expected[:, 0].mean())
     assert found["share"] == pytest.approx(1.0 if micro_batch_size is None else (16 + 16 + 4) / 100)
     assert found["name"] == ("of 10" if micro_batch_size is None else ["of 4", "of 4", "of 2"])

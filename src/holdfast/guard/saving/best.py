@@ -43,11 +43,30 @@ class Best:
     path: Path
 
 
+def as_metric(value: Any, keep: Any, patience: Any) -> float:
+    """Return what was measured as a number; H105 for what is none, and for numbers of best ones or of patience."""
+    counts = {"keep": (keep, 0), "patience": (patience, 1)}.items()
+    wrong = [
+        f"{name}={each!r}"
+        for name, (each, least) in counts
+        if each is not None and (type(each) is not int or each < least)
+    ]
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if not wrong and not isinstance(value, str):
+            return float(value)
+    raise PolicyError(
+        f"validated with {', '.join(wrong) or f'{value!r:.100}'}",
+        limit="a metric is one number, keep a whole number from 0 on, and patience one from 1 on",
+        fix='such as guard.validated(accuracy, name="accuracy", mode="max", keep=2, patience=5).',
+        rule="H105",
+    )
+
+
 class BestOf:
     """What is known of one metric, in this process and in those before it."""
 
     def __init__(self, run_dir: Path, name: str, mode: Literal["min", "max"], *, writes: bool) -> None:
-        if not _NAME.fullmatch(name) or name.startswith(".") or mode not in ("min", "max"):
+        if not _NAME.fullmatch(str(name)) or name.startswith(".") or mode not in ("min", "max"):
             raise PolicyError(
                 f"validated with name={name!r} and mode={mode!r}",
                 limit='a name has 1 to 64 letters, digits, "_", "-" and "."; a mode is "min" or "max"',

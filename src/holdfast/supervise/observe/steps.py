@@ -91,7 +91,7 @@ class Steps:
 
     def begin(self) -> None:
         """Begin anew in a forked process."""
-        self._values.begin([self._loss, self._norm, self._on_their_way])
+        self._values.begin([self._loss, self._parts, self._norm, self._on_their_way])
         self._memory.begin()
         self._start(get_ident())
 
@@ -118,9 +118,11 @@ class Steps:
         self._before_aside = self._before_compiling = self._before_optimizer = Phase.STARTING
         self._reads, self._next_read = True, 0  # loss and norm of this step
         self._loss: _Value = None
+        self._loss_before, self._parts = 0.0, list[OnItsWay]()  # of earlier calls of backward in the step
         self._norm: _Value = None
         self._scaled: tuple[Any, Any] | None = None
-        self._on_their_way: deque[tuple[int, str, OnItsWay]] = deque()
+        self._on_their_way: deque[tuple[int, str, OnItsWay, float]] = deque()
+        self._arrived = 0.0  # of parts of a loss
         self._tracer: Any = None
         self._traced = 0
 
@@ -180,11 +182,21 @@ class Steps:
                 self._scaled = None
                 root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
             if root is not None and self._reads:
-                if isinstance(self._loss, OnItsWay):
-                    self._values.give_back(self._loss)  # the copy that comes next follows it in the stream
+                if self._loss is not None:
+                    self._keep_part(self._loss)
                 self._loss = self._read(root)
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
+
+    def _keep_part(self, part: float | OnItsWay) -> None:
+        """Keep what an earlier call of backward began with: the gradients of a step are those of the sum."""
+        if not isinstance(part, OnItsWay):
+            self._loss_before += part
+        elif part.arrived():
+            self._loss_before += part.value()
+            self._values.give_back(part)
+        else:
+            self._parts.append(part)
 
     def backward_ends(self) -> None:
         """Backward has returned."""
@@ -209,7 +221,7 @@ class Steps:
             value = self._read(norm)
             if self._ended and self._samples is not None:
                 if isinstance(value, OnItsWay):
-                    self._on_their_way.append((self._ended, "grad_norm", value))
+                    self._on_their_way.append((self._ended, "grad_norm", value, 0.0))
                 else:
                     self._samples.amend(self._ended, grad_norm=value)
                 return
@@ -287,8 +299,12 @@ class Steps:
         return int(count) - 1 if isinstance(count, (int, float)) and 1 < count < 2**53 else 0
 
     def _end_step(self, board: ProgressBoard, learning_rate: float | None, optimizer: Any = None) -> None:
-        loss, norm, began = self._loss, self._norm, self._began
-        self._loss = self._norm = None
+        loss, before, norm, began = self._loss, self._loss_before, self._norm, self._began
+        parts, self._parts = self._parts, []
+        self._loss, self._loss_before, self._norm = None, 0.0, None
+        if parts and not isinstance(loss, OnItsWay):  # the sum is not known
+            for part in parts:
+                self._values.give_back(part)  # the copy that comes next follows it in the stream
         board.made = made = (board.made + 1) & 0xFFFFFFFF  # as many bits as the board has
         counted = guarded.get(id(optimizer))
         record = None if counted is None else counted[1]()
@@ -302,15 +318,17 @@ class Steps:
         memory = _NOT_READ if now < self._memory.next_look else self._memory.look(now)
         if (samples := self._samples or self._open_samples()) is not None:
             number = samples.write(
-                step, micro_steps, loss if type(loss) is float else None, norm if type(norm) is float else None,
+                step, micro_steps, loss + before if type(loss) is float else None,
+                norm if type(norm) is float else None,
                 learning_rate, (now - began) / 1e9 if began else math.nan, self._waited / 1e9, *memory,
                 optimizer=self._numbers.get(id(optimizer)) or self._name(optimizer, samples),
             )  # fmt: skip
             self._ended = number if micro_steps else 0  # else gradients come without backward
             if isinstance(loss, OnItsWay):
-                self._on_their_way.append((number, "loss", loss))
+                self._on_their_way.extend((number, "", part, 0.0) for part in parts)
+                self._on_their_way.append((number, "loss", loss, before))
             if isinstance(norm, OnItsWay):
-                self._on_their_way.append((number, "grad_norm", norm))
+                self._on_their_way.append((number, "grad_norm", norm, 0.0))
             if self._on_their_way:
                 self._complete()
         self._waited, self._micro_before = 0, board.micro_step
@@ -347,8 +365,13 @@ class Steps:
     def _complete(self) -> None:
         """Put what has arrived from a device into the samples that it belongs to."""
         while self._on_their_way and self._samples is not None and self._on_their_way[0][2].arrived():
-            number, name, sent = self._on_their_way.popleft()
-            self._samples.amend(number, **{name: sent.value()})
+            number, name, sent, before = self._on_their_way.popleft()
+            if name == "loss":
+                before, self._arrived = before + self._arrived, 0.0
+            if name:
+                self._samples.amend(number, **{name: sent.value() + before})
+            else:
+                self._arrived += sent.value()
             self._values.give_back(sent)
 
     def _trace(self, requested: int) -> None:
