@@ -88,7 +88,7 @@ def _fork(asked: Path) -> None:
         if end.exit_code is None:
             rank.kill()
         rank.join()
-        end.output = (folder / f"output{number}").read_text(errors="replace")[-4000:]
+        end.output = (folder / f"output{number}").read_text(errors="replace")[-20_000:]
         if (folder / f"end{number}").exists():
             end.returned, end.raised = pickle.loads((folder / f"end{number}").read_bytes())
     (folder / "written").write_bytes(pickle.dumps(ends))
