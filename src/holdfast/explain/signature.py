@@ -43,7 +43,8 @@ class Signature:
         frames: Regular expressions on ``path:function``; if given, a frame of an exception must match one, so that
             the last line of a traceback alone does not fit.
         in_frames: Further patterns that count only in an exception with a frame that matches the second of each pair;
-            the innermost frame is there a second time, as ``innermost path:function``.
+            the innermost frame is there a second time, as ``innermost path:function``, with `` own`` for own code and
+            `` self`` where that lacks an attribute; ``__getattr__`` is passed over.
         explains: Ids of signatures that only repeat, later and with less detail, what this one says.
         role: See `Role`.
         rank: Order of trust, the smaller first, when several match: 10 hardware, 20 out of memory, 30 device assert,

@@ -70,6 +70,7 @@ _WARNED = re.compile(r"\bWARN(?:ING)?\b")
 _NO_CUDA = re.compile(r"Warning: CUDA initialization: ")  # all that torch says of it, before it goes on without
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 _NAMED_FILE = re.compile(r"\bcannot import name .{1,300}\(([^()]{1,300}\.py)\)|\bconsider renaming '([^']+)' since")
+_NO_ATTRIBUTE = re.compile(r"\bhas no attribute '(\w+)'")
 Grounds = Literal["own words", "signature", "symptom", "cascade", "words", "type", "open words", "line", "open line"]
 """What a candidate rests on: an error of holdfast, which says what was found; a signature; one of a family whose
 failures mostly have their cause elsewhere; what follows from a failure elsewhere; the words of an exception that no
@@ -461,11 +462,20 @@ def match_all(statement: Statement) -> list[Match]:
 def _matches(statement: Statement, signatures: _Catalogue) -> list[Match]:
     texts = _texts_of(statement)
     places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
-    places += [f"innermost {place}" for place in places[-1:]]
+    places += _innermost(statement)
     near = signatures.near("\n".join(lowered for _, lowered in texts))
     found = [(each.order(statement, texts, places), each.signature) for each in near]
     matches = [Match(order, signature) for order, signature in found if order is not None]
     return sorted(matches, key=lambda match: match.order)
+
+
+def _innermost(statement: Statement) -> list[str]:
+    """Return the place that failed, marked where it is own code, and asks `self` for an attribute that is missing."""
+    asked = [frame for frame in statement.frames if frame.function != "__getattr__"][-1:]  # which raises for others
+    missing = _NO_ATTRIBUTE.search(statement.text)
+    name = re.compile(rf"\bself\.{missing[1]}\b" if missing else r"(?!)")
+    marks = [" own" * is_own_code(each) + " self" * bool(name.search(each.code)) for each in asked]
+    return [f"innermost {each.file}:{each.function}{mark}" for each, mark in zip(asked, marks, strict=True)]
 
 
 def _any(patterns: Iterable[re.Pattern[str]], places: Iterable[str]) -> bool:

@@ -27,7 +27,9 @@ class Loss:
         mean: The mean loss over `items`, shape ``()``, with a graph.
         items: How many tokens, frames or samples the mean is over: a number or a tensor of one element. Of a weighted
             mean, the sum of the weights, which need not be whole.
-        extra: More that came of the forward pass, by name, such as logits: it comes back in `StepResult.extra`.
+        extra: More that came of the forward pass, by name, such as logits: it comes back in `StepResult.extra`. Of a
+            batch in parts, tensors with a row for each sample are concatenated, numbers become their mean over the
+            samples, so that a count does not stay one (return a row for each sample), of all else there is a list.
 
     Example:
         >>> Loss(torch.tensor(2.0), items=7).items

@@ -96,8 +96,9 @@ def checked(values: Mapping[str, Any] | None, split: str, more: Mapping[str, Any
             kind = f"{type(value).__name__} of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
             raise PolicyError(
                 f"log() of {whole!r:.100} = {kind or repr(value):.80}",
-                limit=f"a scalar is one real number, or a tensor of one element, under a name of 1 to {LONGEST_NAME} "
-                f"bytes of UTF-8, split included, and this name has {len(data)}",
+                limit="the value must be one real number, or a tensor of one element, and this is none"
+                if number is None
+                else f"a name has 1 to {LONGEST_NAME} bytes of UTF-8, split included, and this has {len(data)}",
                 fix='call log(accuracy=0.93) or log({"wer": 0.2}, split="validation"); Guard.add_image keeps images.',
                 rule="H117",
             )

@@ -58,6 +58,7 @@ def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
     verdict = of_log(filled(case["log"]), case.get("status"))
     assert verdict.title == case.get("title", verdict.title)
     assert case.get("fix", "") in verdict.fix
+    assert verdict.evidence[0].text == case["root"] if "root" in case else True
     if "next" in case:
         assert verdict.runner_up is not None
         assert verdict.runner_up[0] == case["next"]

@@ -20,7 +20,9 @@ _PROGRESS = QuickPattern(
     r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:"
     r"|\bstarting (?:train|test)ing\b|\bbest (?:ckpt|checkpoint|model)\b.{0,20}[:=]",
 )
-_NO_PROGRESS = QuickPattern(r"wandb:|\b(?:error|exception|fail|abort|nan\b|stopp(?:ed|ing)|interrupt|resum)")
+_NO_PROGRESS = QuickPattern(
+    r"wandb:|\b(?:error|exception|fail|abort|nan\b|(?<!best )loss\W{1,4}inf\b|stopp(?:ed|ing)|interrupt|resum)"
+)
 _DONE = QuickPattern(
     r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b"
     r"(?:(?!\b(?:epoch|step|iter|batch|fold|stage|phase)\w*\W{1,3}\d).){0,20}"
