@@ -325,11 +325,13 @@ def test_each_training_of_a_sweep_goes_on_from_its_own_save(origin, planted):
 def test_an_interrupted_campaign_says_what_it_has_found(origin, monkeypatch, tmp_path_factory, number):
     """After the first fault: the table of what was tried, an exit code that says why, a page, and no copy left."""
     scratch = tmp_path_factory.mktemp("scratch")
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.chdir(origin)
     monkeypatch.setattr(cli, "_say", lambda line: os.kill(os.getpid(), number) if "exact" in line else None)
     words = ["--page", "page.html", "--", *command("classifier")]
     ended = CliRunner().invoke(make_app("chaos", "events"), ["chaos", *words])
+    signal.signal(number, before)
     assert ended.exit_code == 128 + number
     assert "It survives 1 of 1 faults" in ended.stdout
     assert "not tried: interrupted" in ended.stdout

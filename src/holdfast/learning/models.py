@@ -17,8 +17,13 @@ from holdfast.learning.measures import spread_of
 _ENOUGH_WEIGHTS = 256  # to tell which distribution they were drawn from
 
 
+def is_meant(name: str, pattern: str) -> bool:
+    """Return whether a shell pattern of a parameter's name, or the name of a module that it is in, means it."""
+    return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
 class ModelObserver:
-    """One model; `frozen` are shell patterns of the names of parameters that are meant not to learn."""
+    """One model; `frozen` are parameters and modules that are meant not to learn, see `is_meant`."""
 
     def __init__(self, module: nn.Module, prefix: str, frozen: Sequence[str]) -> None:
         self.module = module
@@ -85,7 +90,7 @@ class ModelObserver:
         return facts
 
     def _is_frozen(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._frozen)
+        return any(is_meant(name, pattern) for pattern in self._frozen)
 
     def _symmetric(self, learning: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
         tables = {self._prefix + k + ".weight" for k, m in self.module.named_modules() if isinstance(m, nn.Embedding)}

@@ -7,7 +7,6 @@ goes into `Facts`, which the rules judge.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from holdfast.learning.functions import FunctionMode, LossPlaces, unscaled
 from holdfast.learning.inputs import InputObserver, fingerprint
 from holdfast.learning.layers import ActivationObserver, LayerObserver
 from holdfast.learning.measures import median
-from holdfast.learning.models import ModelObserver
+from holdfast.learning.models import ModelObserver, is_meant
 from holdfast.learning.optimizers import OptimizerObserver, SchedulerObserver
 from holdfast.learning.rules.judge import Findings, judge
 from holdfast.memory.oom import find_out_of_memory
@@ -81,7 +80,7 @@ def _harmless(
 class Observer:
     """Observes models and optimizers, and judges what it saw.
 
-    `frozen` are shell patterns of names of parameters that are meant not to learn (H102 for one that fits none),
+    `frozen` are parameters and modules that are meant not to learn (H102 for one that is none), see `is_meant`;
     `ignore` rules that shall be silent. `compiled`: a model is compiled, so that only what the optimizers see is
     observed, see `EagerHooks`. `guided`: every pass of training is inside `begin_step`, and losses are given to
     `end_step`.
@@ -107,10 +106,10 @@ class Observer:
         self._models = {name: ModelObserver(module, self._prefixes[name], frozen) for name, module in models.items()}
         named = [f"{self._prefixes[key]}{k}" for key, model in models.items() for k, _ in model.named_parameters()]
         for pattern in frozen:
-            if not fnmatch.filter(named, pattern):
+            if not any(is_meant(name, pattern) for name in named):
                 raise PolicyError(
-                    f"frozen names {pattern!r}, which is no parameter of the models",
-                    limit="it is a list of names as named_parameters() has them, or of shell patterns of these",
+                    f"frozen names {pattern!r}, which is no parameter or module of the models",
+                    limit="it is a list of names as named_parameters() has them, of modules, or of shell patterns",
                     fix=did_you_mean(pattern, named, otherwise=f"pass such as {'.'.join(named[:1])!r}, or drop it."),
                     rule="H102",
                 )

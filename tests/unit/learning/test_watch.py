@@ -106,6 +106,7 @@ def test_an_ignored_rule_and_a_frozen_parameter_are_not_reported() -> None:
 
     assert "H814" in cut()
     assert "H814" not in cut(frozen=("body.*",))
+    assert "H814" not in cut(frozen=("body",))
     with pytest.raises(PolicyError, match=r"frozen names 'body.weihgt'(.|\n)*did you mean 'body.[01].weight'"):
         cut(frozen=("head.*", "body.weihgt"))
 

@@ -140,8 +140,8 @@ class Policy:
     are only warned of and rules about a falling loss are silent."""
 
     frozen: kinds.Texts = ()
-    """Parameters that are meant not to learn, as shell patterns of their names such as ``"encoder.*"``. One that
-    fits no parameter is an error when the diagnosis begins."""
+    """What is meant not to learn: names of modules such as ``"encoder"``, of parameters, or shell patterns of these.
+    One that fits no parameter is an error when the diagnosis begins."""
 
     ignore_rules: kinds.Rules = ()
     """Rules of the diagnosis that shall be silent, such as ``"H808"``."""
