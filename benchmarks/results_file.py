@@ -206,9 +206,9 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def without_paths(text: str) -> str:
+def without_paths(text: str, most: int = 120) -> str:
     """Return a message without the paths and addresses in it, so that equal messages are counted together."""
-    return re.sub(r"0x[0-9a-f]+", "ADDRESS", re.sub(r"/[\w./-]+/", "", text))[:120]
+    return re.sub(r"0x[0-9a-f]+", "ADDRESS", re.sub(r"/[\w./-]+/", "", text))[:most]
 
 
 def describe_device() -> dict[str, Any]:

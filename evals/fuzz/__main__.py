@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 import torch
-from benchmarks.results_file import Result
+from benchmarks.results_file import Result, without_paths
 
 from evals.fuzz.child import MOST_BYTES, bound_memory, run
 from evals.fuzz.targets import CLEAR, TARGETS, import_modules, make_base, make_input
@@ -42,6 +42,7 @@ def results(seed: int, inputs: Iterator[tuple[str, int]]) -> Iterator[tuple[str,
             work = make_input(base, folder, name, Random(f"{seed} {name} {number}"))
             result = run(folder, work, allowed=CLEAR[name])
             shutil.rmtree(folder)
+            result["text"] = without_paths(result["text"], 3000)
             yield name, number, result | {"found": not result["kind"].startswith(("fine", "refused"))}
 
 

@@ -251,7 +251,10 @@ def load(name):
     except Exception:
         raise SystemExit(r"bad pattern \\[/x]")
 torch.manual""", 1)  # fmt: skip
-    (origin / "train.py").write_text(script)
+    linked = (
+        "os.path.exists('k.pt') and os.remove('k.pt')\n    os.link('c.pt', 'k.pt')\n"  # its own: no data of others
+    )
+    (origin / "train.py").write_text(f"{script}    {linked}")
     monkeypatch.chdir(origin)
     words = ["chaos", "--only", "damage", "--", sys.executable, str(origin / "train.py")]  # its copy is started
     ended = CliRunner().invoke(make_app("chaos", "events"), words)

@@ -1,4 +1,4 @@
-"""Another time for this process: what Python tells of the clock, for no process has a clock of its own."""
+"""Shift the time that Python code of this process sees; the kernel has one clock for all processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def shift(seconds: int) -> None:
-    """Let `time` and `datetime` say, where they say what time it is, that of so many seconds later."""
+    """Let `time` and `datetime` return a current time that is so many seconds later."""
     real, real_ns = time.time, time.time_ns
     time.time = lambda: real() + seconds
     time.time_ns = lambda: real_ns() + seconds * 10**9

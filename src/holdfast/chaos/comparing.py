@@ -307,10 +307,8 @@ def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool
         goes_on = at + 1 < len(parts) and parts[at + 1][0] == number
         for line in part.lines:
             if line["kind"] == "save" and not line["aside"]:
-                entries, after = (
-                    tuple(sorted({key.partition(".")[0] for key in line["entries"]})),
-                    place + line["step"],
-                )
+                entries = tuple(sorted({key.partition(".")[0] for key in line["entries"]}))
+                after = place + line["step"]
                 saves.setdefault(after, set()).add(entries)
                 if line["step"] < len(part.steps) + goes_on:  # before the end of a process, or it may not be whole
                     whole.setdefault(after, set()).add(entries)

@@ -240,9 +240,8 @@ def carry_out(
     bench.place.renew()
     attempts, damaged = [bench.attempt(plan)], None
     if between is not None and attempts[0].lines("fault"):
-        saved = [
-            Path(line["path"]) for line in attempts[0].lines("save") + attempts[0].lines("moved") if line["path"]
-        ]
+        lines = [*attempts[0].lines("save"), *attempts[0].lines("moved")]
+        saved = [Path(line["path"]) for line in lines if line["path"]]
         damaged = between(bench.place, saved)
     plans = itertools.chain(then, itertools.repeat(then[-1] if then else {}))
     while len(attempts) <= restarts and not _is_over(attempts[-1], steps):

@@ -13,6 +13,7 @@ import random
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +34,7 @@ _LEAST_STILL_SECONDS = 20.0
 _STILL_TIMES = 5.0  # the longest pause of the undisturbed run
 _MOST_TIMES = 8.0  # the undisturbed run, for one attempt
 _RANDOM_KILLS = 3
+_ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _GRACE, _SLOW, _CLOCK = (15.0, signal.SIGKILL), (10.0, signal.SIGCONT), {"clock": -3600}
 _FAILS_ONCE = {"errno": errno.EIO, "once": True}
 _NO_SAVE = "no checkpoint was seen to be written (torch.save, safetensors, torch.distributed.checkpoint): after each "
@@ -152,7 +154,7 @@ class Campaign:
         finally:  # whatever comes meanwhile: the copies are removed, and what was found is kept
             ends = {}
             with suppress(ValueError):  # in a thread signals are not ours
-                ends = {number: signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)}
+                ends = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDS}
             self._place.close()
             for number, handler in ends.items():
                 signal.signal(number, handler)
@@ -416,11 +418,12 @@ def _damage(
 
     Of them only what was saved counts, where that still has a name that was seen; of that what restarts have `read`.
     """
-    new = {}
-    for path, (size, changed) in place.files().items():
+    new, files = {}, place.files()
+    names = Counter(path.stat().st_ino for path in files)
+    for path, (size, changed) in files.items():
         origin = place.first / path.relative_to(place.work) if path.is_relative_to(place.work) else None
-        if path.stat().st_nlink > 1:
-            continue  # under another name it may be somebody's data
+        if path.stat().st_nlink > names[path.stat().st_ino]:
+            continue  # under a name elsewhere it may be somebody's data
         if size and (origin is None or not origin.exists() or origin.stat().st_mtime_ns != changed):
             new[path] = size, changed
     if not new:

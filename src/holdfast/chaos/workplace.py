@@ -99,10 +99,11 @@ class Workplace:
 
     def word(self, word: str) -> str:
         """Return a word of the command; what it names in the directory by its whole path is in the copy."""
-        place = Path(word)
-        if not place.is_relative_to(self.origin) or not _NOT_COPIED.isdisjoint(place.parts):
+        place = Path(os.path.realpath(Path(word).parent), Path(word).name)
+        if not Path(word).is_absolute() or not place.is_relative_to(self.origin):
             return word
-        return str(self.work / place.relative_to(self.origin))
+        within = place.relative_to(self.origin)
+        return str(self.work / within) if _NOT_COPIED.isdisjoint(within.parts) else word
 
     def files(self) -> dict[Path, tuple[int, int]]:
         """Return size and time of change (ns) of each file that may have been written, temporary ones too."""

@@ -46,6 +46,15 @@ def test_each_trial_begins_with_what_was_there(origin, opened):
     assert not place.scratch.exists()
 
 
+def test_a_whole_path_in_the_command_means_the_copy(origin, opened):
+    """Whatever the folders above are called; what is not copied, and what lies elsewhere, is meant as it is."""
+    top = origin.rename(origin.parent / "venv")
+    place = opened(top, ())
+    assert place.word(f"{top}/runs/../train.py") == str(place.work / "train.py")
+    for word in ("train.py", f"{top}/.venv/bin/python", "/usr/bin/env", "--lr=1"):
+        assert place.word(word) == word
+
+
 def test_of_what_is_named_only_that_is_copied(origin, opened, tmp_path):
     """With --writes the rest is linked, large or in folders; a path elsewhere is new for each trial."""
     place = opened(origin, ["runs", tmp_path / "elsewhere"])
