@@ -33,11 +33,10 @@ from benchmarks.forecast_models import Model, find_models
 from benchmarks.gpu.forecast_jobs import Outcome, Plan, model_named, run
 from benchmarks.results_file import Result, percentile, read_options, without_paths
 from holdfast.core.errors import HoldfastError, PolicyError
-from holdfast.forecast.allocator.replay import Events, Sizes
 from holdfast.forecast.devices.catalogue import GIB, Device, find_device
 from holdfast.forecast.job.tracing import trace_job
 from holdfast.forecast.plan.fit import check_fit
-from holdfast.forecast.trace.events import live_peak, played
+from holdfast.forecast.trace.events import Trace, first_products, live_peak, played
 from holdfast.forecast.trace.extrapolation import fit
 
 _SECONDS, _SECONDS_TO_FORECAST = 165.0, 95.0
@@ -93,30 +92,30 @@ def predict(name: str, precision: str, device: Device) -> Plan | str:
     """Return a run of a job that needs about `_TARGET_BYTES`, with its forecast; a text says why there is none."""
     try:
         scaled = fit(trace_job(model_named(name).request(precision=precision, sizes=_TRACED)).traces)
+        size = _TRACED[0]
+        while 2 * size <= _MOST_SAMPLES and live_peak(scaled.at(2 * size)) <= _TARGET_BYTES:
+            size *= 2
+        traced = trace_job(model_named(name).request(precision=precision, sizes=(size,))).traces[0]  # as `plan` does
     except HoldfastError as error:
         return without_paths(f"{type(error).__name__}: {error}".splitlines()[0])
-    size = _TRACED[0]
-    while 2 * size <= _MOST_SAMPLES and live_peak(scaled.at(2 * size)) <= _TARGET_BYTES:
-        size *= 2
-    traced = trace_job(model_named(name).request(precision=precision, sizes=(size,))).traces[0]  # as `plan` does
-    trace = played(traced, 3)
-    found = check_fit(*trace, device, margin_bytes=0)
+    found = check_fit(*played(traced, 3), device, products=first_products(traced), margin_bytes=0)
     return Plan(
         model=name,
         precision=precision,
         micro_batch_size=size,
         allocated_bytes=found.replay.peak_allocated_bytes,
         process_bytes=found.process_bytes,
-        enough_bytes=smallest_fitting(trace, device).available_bytes,
+        enough_bytes=smallest_fitting(traced, device).available_bytes,
     )
 
 
-def smallest_fitting(trace: tuple[Events, Sizes], device: Device) -> Device:
+def smallest_fitting(traced: Trace, device: Device) -> Device:
     """Return the smallest device, of the kind of another and to 1 MiB, that a trace is said to fit."""
+    trace, products = played(traced, 3), first_products(traced)
     too_small, enough = 0, device.usable_bytes
     while enough - too_small > GIB >> 10:
         middle = (too_small + enough) // 2
-        if check_fit(*trace, replace(device, usable_bytes=middle)).fits:
+        if check_fit(*trace, replace(device, usable_bytes=middle), products=products).fits:
             enough = middle
         else:
             too_small = middle

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import signal
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 def _job(model: nn.Module, batch: Any, loss_fn: Any, **options: Any) -> dict[str, Any]:
@@ -23,6 +26,15 @@ def mlp() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
     batch = (torch.randn(8, 64), torch.randint(10, (8,)))
     return _job(model, batch, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]))
+
+
+def checkpointed() -> dict[str, Any]:
+    """Fail with the batch on the host, in a checkpoint whose hooks stay until then, from Python 3.12 on."""
+    gc.disable()
+    job = mlp()
+    model = job["model"]
+    forward = functools.partial(checkpoint, model, use_reentrant=False)
+    return {**job, "loss_fn": lambda batch: functional.cross_entropy(forward(batch[0]), batch[1])}
 
 
 class Transformer(nn.Module):

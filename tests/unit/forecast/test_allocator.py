@@ -160,6 +160,13 @@ def test_fit_on_a_device() -> None:
     assert check_fit(events, np.array([free + MIB]), device, margin_bytes=0).fits
 
 
+def test_a_workspace_that_backward_needs_first_takes_what_forward_has_left() -> None:
+    """So what the next forward asks for comes from the driver."""
+    device, events, sizes = find_device("H100"), np.array([1, -1, 2]), np.array([128 * MIB, 128 * MIB])
+    first, then = (check_fit(events, sizes, device, products=(0, at)).replay.peak_reserved_bytes for at in (0, 2))
+    assert (first, then) == ((2 * 32 + 128) * MIB, (32 + 2 * 128) * MIB)
+
+
 def test_the_margin_has_a_floor_and_keeps_all_unknown_scratch() -> None:
     """A small device keeps 512 MiB back, a large one 10 percent, and unknown scratch comes on top of either."""
     small, large = (replace(find_device("H100"), usable_bytes=gib * GIB) for gib in (4, 100))

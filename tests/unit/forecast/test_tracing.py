@@ -55,7 +55,7 @@ def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
 
 
 JOBS = ("mlp", "transformer", "lstm", "gan", "gan_by_guard")
-RETURNED = ("own_step_of_a_size", "prints")  # own batches, output and stdin
+RETURNED = ("own_step_of_a_size", "prints", "checkpointed")  # own batches, output and stdin
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from holdfast.forecast.job.user_functions import (
 )
 from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.events import Assumption
+from holdfast.memory.oom import clear_exception_frames
 from holdfast.memory.recompute import find_repeated_blocks, recomputing
 from holdfast.numerics.loss import read_loss
 
@@ -108,6 +109,8 @@ class Job:
                 # Tensors on two devices fail in many ways: autocast, for one, passes over those on the host.
                 if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
                     raise
+                failed = error
+            clear_exception_frames(failed)  # they hold a checkpoint's hooks, which would take the next step's tensors
         if missed := self.optimizers.keys() - self._stepped:
             raise _untrained(f"one call of the step{self._place_of_function} did not step {sorted(missed)}")
         self.casts = bool(own)
@@ -153,6 +156,8 @@ class Job:
                     guesses.turned.clear()
                     raise first from first.__cause__
                 guesses.turn(may_turn[-1])
+                failed = error
+            clear_exception_frames(failed)
 
     def step(self, size: int) -> None:
         """Make one training step of `size` samples a micro-batch (H412, H413, H414)."""

@@ -17,7 +17,7 @@ from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.devices.timing import step_seconds
 from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, with_workspaces
 from holdfast.forecast.trace.accumulation import with_accumulation
-from holdfast.forecast.trace.events import Trace, live_bytes, live_peak, played
+from holdfast.forecast.trace.events import Trace, first_products, live_bytes, live_peak, played
 from holdfast.forecast.trace.extrapolation import ScaledTrace
 
 Recompute = Literal["none", "all"]
@@ -148,7 +148,8 @@ def check_trace(trace: Trace, question: Question) -> tuple[Fit, int]:
 
 
 def _fit(trace: Trace, question: Question, steps: int = _STEPS) -> Fit:
-    return check_fit(*played(trace, steps), question.device, margin_bytes=question.margin(trace))
+    margin = question.margin(trace)
+    return check_fit(*played(trace, steps), question.device, products=first_products(trace), margin_bytes=margin)
 
 
 class _Search:
@@ -203,7 +204,7 @@ class _Search:
         return _fit(self._in_memory(trace), self._question, steps)
 
     def _with_workspaces(self, trace: Trace, steps: int) -> tuple[Any, Any]:
-        return with_workspaces(*played(trace, steps), self._question.device)
+        return with_workspaces(*played(trace, steps), self._question.device, first_products(trace))
 
     def _seconds(self, samples: int, modules: tuple[str, ...]) -> float:
         """Return the time for a sample; the last micro-batch of a global batch may be a smaller one."""

@@ -22,6 +22,7 @@ import numpy.typing as npt
 PHASES = ("forward", "backward", "optimizer", "other")
 OWNERS = ("parameters", "buffers", "gradients", "optimizer state", "batch", "activations", "scratch", "other")
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp64", "other")
+_PRODUCTS = frozenset(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"))
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MOST = 6  # modules and lines that are named
 
@@ -138,6 +139,16 @@ def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDA
         current[pairs[:, 1]] = name[pairs[:, 0]]
     sizes = np.concatenate([trace.size_bytes[:found], *[trace.size_bytes[found:]] * steps])
     return np.concatenate(parts).astype(np.int32), sizes
+
+
+def first_products(trace: Trace) -> tuple[int, int]:
+    """Return which event of `played` the first matrix product comes before, in forward and in backward; 0 if none."""
+    of_products = np.array([name in _PRODUCTS for name in trace.names], dtype=bool)[trace.operation_name]
+    forward, backward = (
+        trace.operation_event[of_products & (trace.operation_phase == PHASES.index(phase))][:1] + len(trace.resident)
+        for phase in ("forward", "backward")
+    )
+    return int(forward.sum()), int(backward.sum())
 
 
 def live_bytes(
