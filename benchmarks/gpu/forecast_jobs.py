@@ -116,6 +116,7 @@ def _with_no_more_than(bytes_: int, plan: Plan, job: Parts) -> str:
 
 def _free_everything() -> None:
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # a process that begins has none: where they lie, a segment stays
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
