@@ -265,7 +265,8 @@ class Campaign:
         skipped, failed, recomputed = (run.events(kind) for kind in ("skip_step", "save_failed", "recompute"))
         row = Row(
             fault="all of these in one run",
-            happened=f"{_attempts(run)} attempts, {len(skipped)} NaN batch, {len(failed)} failed saves",
+            happened=f"{_attempts(run)} attempts, {len(recomputed)} recompute, {len(run.events('split'))} split, "
+            f"{len(skipped)} NaN batch, {len(failed)} failed saves",
             remedy="all of the above",
             promise="changes training, by the NaN batch",
             held=bool(recomputed and failed) and len(skipped) == 1 and run.same_as(skipping),

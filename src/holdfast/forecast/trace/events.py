@@ -142,10 +142,12 @@ def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDA
 
 
 def first_products(trace: Trace) -> tuple[int, int]:
-    """Return which event of `played` the first matrix product comes before, in forward and in backward; 0 if none."""
+    """Return how many events of `played` the first product ends, in forward and in backward; 0 if none."""
     of_products = np.array([name in _PRODUCTS for name in trace.names], dtype=bool)[trace.operation_name]
     forward, backward = (
-        trace.operation_event[of_products & (trace.operation_phase == PHASES.index(phase))][:1] + len(trace.resident)
+        trace.operation_event[of_products & (trace.operation_phase == PHASES.index(phase))][:1]
+        + len(trace.resident)
+        + 1
         for phase in ("forward", "backward")
     )
     return int(forward.sum()), int(backward.sum())

@@ -29,6 +29,7 @@ from holdfast.forecast.trace.storages import Owners, Storages
 from holdfast.memory.recompute import tensors_of
 
 _DEVICE = torch.ops.prim.device.default
+_DROPOUT = torch.ops.aten.native_dropout.default
 ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None]
 
 
@@ -168,7 +169,8 @@ class Tracer(TorchDispatchMode):
         if record is not None and by_engine and not self._engine_ran:
             record.backward_starts.append(begun)
         self._engine_ran = by_engine
-        here = self._storages.hold_all(out, FORWARD if in_backward and records else phase)
+        made = out[::-1] if func is _DROPOUT else out  # Dropout.cu makes the mask first
+        here = self._storages.hold_all(made, FORWARD if in_backward and records else phase)
         if here is None:
             here = any(map(self._storages.is_here, tensors_of((args, kwargs))))
         if here and record is not None:
