@@ -66,10 +66,16 @@ class DemoRun:
         for entry in entries:
             self.accuracy = entry.get("accuracy", self.accuracy)
 
-    def wait_for_step(self, process: subprocess.Popen[bytes], step: int) -> None:
-        """Wait until a step was made; errors as `finish`."""
-        if not self._follow(process, lambda: bool(self.digests) and self.digests[-1][0] >= step):
-            raise RuntimeError(f"the training did not reach step {step}: see {self.output}")
+    def wait_for_step(self, process: subprocess.Popen[bytes], step: int, event: str | None = None) -> None:
+        """Wait until a step was made and, if one is named, an event was recorded; errors as `finish`."""
+
+        def is_reached() -> bool:
+            made = bool(self.digests) and self.digests[-1][0] >= step
+            return made and (event is None or bool(self.events(event)))
+
+        if not self._follow(process, is_reached):
+            goal = f"step {step}" if event is None else f"step {step} and {event}"
+            raise RuntimeError(f"the training did not reach {goal}: see {self.output}")
 
     def _follow(self, process: subprocess.Popen[bytes], is_enough: Callable[[], bool]) -> bool:
         """Read the trace until it is enough, or the process has ended; return whether it is enough."""
