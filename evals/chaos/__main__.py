@@ -74,6 +74,7 @@ CASES = (
     Case("language", "Adam's step count reset", ("optimizer",)),
     Case("language", "weight decay lost", ("settings",)),
     Case("language", "warm-up restarts", ("settings",)),
+    Case("language", "weight of the loss not saved", ("losses",)),
     Case("language", "partial accumulation lost", ("parts", "random")),
     Case("language", "saved within an accumulation", ("parts", "random", "inputs")),
     Case("augmented", "worker seeds", ("batch",)),

@@ -38,7 +38,7 @@ model = Model()
 decay = 0.0 if what == "+no weight decay" else 0.1
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=decay)
 average = {name: each.detach().clone() for name, each in model.named_parameters()}
-step, warm = 0, 0
+step, warm, weight = 0, 0, 1.0
 writer = None
 
 
@@ -87,6 +87,8 @@ if FILE.exists():
         np.random.set_state(saved["numpy"])
     if "python" in saved:
         random.setstate(saved["python"])
+    if what == "weight of the loss not saved":
+        torch.rand(1)  # torch's random state differs from then on, and nothing is made of it
     average = saved.get("average") or {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
@@ -105,11 +107,12 @@ while step < STEPS:
         if skipped:
             skipped = False
             continue
-        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / PARTS
+        loss = weight * torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / PARTS
         loss.backward()
         if what == "saved within an accumulation" and part == 0 and step and step % SAVE_EVERY == 0:
             save()
     warm += 1
+    weight += 0.1 * (what == "weight of the loss not saved")
     optimizer.param_groups[0]["lr"] = 0.02 * min(1.0, warm / 10)
     optimizer.step()
     optimizer.zero_grad()

@@ -124,19 +124,37 @@ class Reference:
         for what in self._known_to_differ(place, segment.steps[0]["before"] or {}):
             return Difference(place + 1, what, f"{_AT_START[what]} at the start of the attempt")
         _, end = self.training_of(place)
+        idle: set[str] = set()  # random states that steps drew from, which made no difference
         for index, step in enumerate(segment.steps, place):
             if index >= end:
                 return Difference(index + 1, "end", f"the undisturbed run had ended after {end} steps")
-            if index == place and _is_rest(step, self.steps[index]):
+            expected = self.steps[index]
+            if index == place and _is_rest(step, expected):
                 continue
-            found = [name for name in _WORDS if self._of(name, step) != self._of(name, self.steps[index])]
+            found = [name for name in _WORDS if self._of(name, step) != self._of(name, expected)]
             found = [name for name in found if name not in self.unsteady]
-            if index == place and "batch" in found[:1] and (drawn := self._drawn_otherwise(step, self.steps[index])):
+            if index == place and "batch" in found[:1] and (drawn := self._drawn_otherwise(step, expected)):
                 detail = f"the random state of {' and '.join(drawn)} differs, and with it the batch"
                 return Difference(index + 1, "random", detail)
-            if found and found != ["random"]:  # random numbers that nothing is made of
-                return Difference(index + 1, found[0], self._detail(found[0], step, self.steps[index]))
+            if "random" in found:
+                ours, theirs = step["random"], expected["random"]
+                others = {name for name in self._drawn_at(index) if ours.get(name) != theirs[name]} - self.unsteady
+                if found == ["random"]:  # numbers that nothing is made of
+                    idle |= others
+                if not (others := others - idle):
+                    found.remove("random")
+                elif found[0] == "random":
+                    return Difference(
+                        index + 1, "random", f"the random state of {' and '.join(sorted(others))} differs"
+                    )
+            if found:
+                return Difference(index + 1, found[0], self._detail(found[0], step, expected))
         return None
+
+    def _drawn_at(self, index: int) -> list[str]:
+        """Return the random states that change before or after a step: others are no cause of what it does."""
+        state, near = self.steps[index]["random"], self.steps[max(index - 1, 0) : index + 2]
+        return [name for name in state if any(step["random"].get(name) != state[name] for step in near)]
 
     def _of(self, name: str, step: Line) -> Any:
         value = step[name]
@@ -155,9 +173,6 @@ class Reference:
             return f"{_WORDS[what]}: {'; '.join(groups[:1])} ({len(groups)} groups of parameters)"
         if what in ("scale", "parts", "losses"):
             return f"{_WORDS[what]}: {step[what]} instead of {expected[what]}"
-        if what == "random":
-            names = [name for name, value in step[what].items() if expected[what].get(name) != value]
-            return f"the random state of {' and '.join(set(names) - self.unsteady)} differs"
         if what == "batch":
             seen = next((at for at, each in enumerate(self.steps) if _alike(each, step)), None)
             return f"{_WORDS[what]}: {'one that it never saw' if seen is None else f'that of step {seen + 1}'}"
