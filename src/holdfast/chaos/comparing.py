@@ -124,7 +124,7 @@ class Reference:
         for what in self._known_to_differ(place, segment.steps[0]["before"] or {}):
             return Difference(place + 1, what, f"{_AT_START[what]} at the start of the attempt")
         _, end = self.training_of(place)
-        idle: set[str] = set()  # random states that steps drew from, which made no difference
+        idle: set[str] = set()  # random states that were drawn from and made no difference
         for index, step in enumerate(segment.steps, place):
             if index >= end:
                 return Difference(index + 1, "end", f"the undisturbed run had ended after {end} steps")
@@ -136,25 +136,24 @@ class Reference:
             if index == place and "batch" in found[:1] and (drawn := self._drawn_otherwise(step, expected)):
                 detail = f"the random state of {' and '.join(drawn)} differs, and with it the batch"
                 return Difference(index + 1, "random", detail)
-            if "random" in found:
-                ours, theirs = step["random"], expected["random"]
-                others = {name for name in self._drawn_at(index) if ours.get(name) != theirs[name]} - self.unsteady
-                if found == ["random"]:  # numbers that nothing is made of
-                    idle |= others
-                if not (others := others - idle):
-                    found.remove("random")
-                elif found[0] == "random":
-                    return Difference(
-                        index + 1, "random", f"the random state of {' and '.join(sorted(others))} differs"
-                    )
-            if found:
+            theirs = expected["random"]
+            differ = {name for name in theirs if step["random"].get(name) != theirs[name]} - self.unsteady
+            if found == ["random"]:  # numbers that nothing is made of
+                idle |= differ & self._drawn_before(index) if index > place else set()
+                continue
+            causes = (differ & (self._drawn_before(index) | self._drawn_before(index + 1))) - idle
+            if found[:1] == ["random"] and causes:
+                return Difference(index + 1, "random", f"the random state of {' and '.join(sorted(causes))} differs")
+            if found := [name for name in found if name != "random"]:
                 return Difference(index + 1, found[0], self._detail(found[0], step, expected))
         return None
 
-    def _drawn_at(self, index: int) -> list[str]:
-        """Return the random states that change before or after a step: others are no cause of what it does."""
-        state, near = self.steps[index]["random"], self.steps[max(index - 1, 0) : index + 2]
-        return [name for name in state if any(step["random"].get(name) != state[name] for step in near)]
+    def _drawn_before(self, index: int) -> set[str]:
+        """Return the random states that are drawn from between the model's call in a step and that before."""
+        if not 0 < index < len(self.steps):
+            return set()
+        before, state = (self.steps[at]["random"] for at in (index - 1, index))
+        return {name for name in state if before.get(name) != state[name]}
 
     def _of(self, name: str, step: Line) -> Any:
         value = step[name]

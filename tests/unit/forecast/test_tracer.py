@@ -23,6 +23,7 @@ from holdfast.forecast.trace.events import (
     OWNERS,
     PHASES,
     Trace,
+    first_products,
     live_peak,
     owners_at_peak,
 )
@@ -169,6 +170,14 @@ def test_activations_and_backward_carry_line_and_module_of_the_forward_pass() ->
     modules = {fake.modules[fake.module[one]] for one in backward}
     assert {"model.layers.0.up", "model.layers.2.down", "model.head"} <= modules
     assert not any("torch" in line or "tracer.py" in line.replace("test_tracer.py", "") for line in fake.lines)
+
+
+def test_the_first_products_end_where_their_results_are_made() -> None:
+    """Those of the first linear layer, and of the gradient of what the last one got."""
+    found = traced(plain)
+    last = [at - len(found.resident) - 1 for at in first_products(found)]
+    assert [PHASES[found.event_phase[at]] for at in last] == ["forward", "backward"]
+    assert found.size_bytes[found.events[last] - 1].tolist() == [64 * 4 * 48 * 4, 64 * 48 * 4]
 
 
 def test_flops_moved_bytes_and_types() -> None:

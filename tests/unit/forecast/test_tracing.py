@@ -50,6 +50,8 @@ def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
         assert (trace.blocks, trace.route, trace.precision) == (("0", "3"), "privateuse1", "fp32")
     assert np.array_equal(small.events, large.events), "the same events at every size"
     assert np.array_equal(middle.size_bytes - small.size_bytes, large.size_bytes - middle.size_bytes)
+    born = small.size_bytes[small.events[small.events > 0] - 1].tolist()
+    assert born[2:6] == [2048, 2048, 512, 2048], "linear, ReLU, and a dropout's mask before its result"
     assert said[0] == "importing the factory (fp32)"
     assert said[-1] == "tracing a step of 6 samples (fp32)"
 

@@ -53,9 +53,9 @@ def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0)
 def with_workspaces(
     events: Events, sizes: Sizes, device: Device, products: tuple[int, int] = (0, 0)
 ) -> tuple[Events, Sizes]:
-    """Return a trace with the device's cuBLAS workspaces, which stay for ever, before its first matrix products.
+    """Return a trace with the device's cuBLAS workspaces, which stay for ever, at its first matrix products.
 
-    `products` is `first_products` of what was played. The second one tears a hole into what forward has left: a
+    `products` is `first_products` of what was played. The second workspace tears a hole into what forward has left: a
     contrastive loss of 15.8 GB held 20.2 GB of an H200, and 15.9 GB where both workspaces came first.
     """
     workspaces = np.array(device.workspace_bytes, dtype=np.int64)

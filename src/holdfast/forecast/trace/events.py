@@ -142,7 +142,7 @@ def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDA
 
 
 def first_products(trace: Trace) -> tuple[int, int]:
-    """Return how many events of `played` the first product ends, in forward and in backward; 0 if none."""
+    """Return after how many events of `played` forward's and backward's first product has its result; 0 without."""
     of_products = np.array([name in _PRODUCTS for name in trace.names], dtype=bool)[trace.operation_name]
     forward, backward = (
         trace.operation_event[of_products & (trace.operation_phase == PHASES.index(phase))][:1]
