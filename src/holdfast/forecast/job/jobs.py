@@ -110,7 +110,7 @@ class Job:
                 if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
                     raise
                 failed = error
-            clear_exception_frames(failed)  # torch 2.11: they hold a checkpoint's hooks, which take the next step's tensors
+            clear_exception_frames(failed)  # torch 2.11: a checkpoint's hooks in them would see the next step
         if missed := self.optimizers.keys() - self._stepped:
             raise _untrained(f"one call of the step{self._place_of_function} did not step {sorted(missed)}")
         self.casts = bool(own)
