@@ -13,6 +13,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,6 +48,7 @@ class Difference:
     step: int
     what: str  # a key of `_WORDS`, or ``saved``, ``text`` (harmless), ``end``, ``older``
     detail: str
+    states: Sequence[str] = ()  # random states that differ, if these are what
 
     def __str__(self) -> str:
         return self.detail if self.what == "saved" else f"step {self.step}: {self.detail}"
@@ -82,6 +84,12 @@ class Reference:
             self.steps += part.steps
             self.trainings.append(len(self.steps))
         self._states = [state_before(self.steps, at, saved.get(at)) for at in range(len(self.steps) + 1)]
+
+    def without(self, state: str) -> Reference:
+        """Return one that does not compare a random state."""
+        other = copy(self)
+        other.unsteady = self.unsteady | {state}
+        return other
 
     def parts_of(self, segment: Segment) -> list[Segment]:
         """Return what a process did, training by training if there are several."""
@@ -124,7 +132,6 @@ class Reference:
         for what in self._known_to_differ(place, segment.steps[0]["before"] or {}):
             return Difference(place + 1, what, f"{_AT_START[what]} at the start of the attempt")
         _, end = self.training_of(place)
-        idle: set[str] = set()  # random states that were drawn from and made no difference
         for index, step in enumerate(segment.steps, place):
             if index >= end:
                 return Difference(index + 1, "end", f"the undisturbed run had ended after {end} steps")
@@ -135,15 +142,12 @@ class Reference:
             found = [name for name in found if name not in self.unsteady]
             if index == place and "batch" in found[:1] and (drawn := self._drawn_otherwise(step, expected)):
                 detail = f"the random state of {' and '.join(drawn)} differs, and with it the batch"
-                return Difference(index + 1, "random", detail)
+                return Difference(index + 1, "random", detail, drawn)
             theirs = expected["random"]
             differ = {name for name in theirs if step["random"].get(name) != theirs[name]} - self.unsteady
-            if found == ["random"]:  # numbers that nothing is made of
-                idle |= differ & self._drawn_before(index) if index > place else set()
-                continue
-            causes = (differ & (self._drawn_before(index) | self._drawn_before(index + 1))) - idle
-            if found[:1] == ["random"] and causes:
-                return Difference(index + 1, "random", f"the random state of {' and '.join(sorted(causes))} differs")
+            causes = sorted(differ & (self._drawn_before(index) | self._drawn_before(index + 1)))
+            if found[:1] == ["random"] != found and causes:  # alone, it is numbers that nothing is made of
+                return Difference(index + 1, "random", f"the random state of {' and '.join(causes)} differs", causes)
             if found := [name for name in found if name != "random"]:
                 return Difference(index + 1, found[0], self._detail(found[0], step, expected))
         return None
