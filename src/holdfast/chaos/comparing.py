@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from holdfast.chaos.trials import Line, Segment, Trial
 
@@ -35,6 +34,7 @@ _WORDS = {
     "buffers": "the buffers differ after it, although all that was seen before is the same",
 }
 """What is compared of a step, in the order of cause and effect."""
+_AFTER_RANDOM = ("inputs", "losses", *_STATE)
 _AT_START = {
     "buffers": "the buffers, such as statistics of BatchNorm, differ",
     "optimizer": "the state of the optimizer differs",
@@ -138,19 +138,25 @@ class Reference:
             expected = self.steps[index]
             if index == place and _is_rest(step, expected):
                 continue
-            found = [name for name in _WORDS if self._of(name, step) != self._of(name, expected)]
-            found = [name for name in found if name not in self.unsteady]
-            if index == place and "batch" in found[:1] and (drawn := self._drawn_otherwise(step, expected)):
-                detail = f"the random state of {' and '.join(drawn)} differs, and with it the batch"
-                return Difference(index + 1, "random", detail, drawn)
-            theirs = expected["random"]
+            effects = [each for each in _WORDS if each != "random" and step[each] != expected[each]]
+            effects = [each for each in effects if each not in self.unsteady]
+            if not effects:  # random numbers may differ that nothing is made of
+                continue
+            theirs, causes = expected["random"], set[str]()
             differ = {name for name in theirs if step["random"].get(name) != theirs[name]} - self.unsteady
-            causes = sorted(differ & (self._drawn_before(index) | self._drawn_before(index + 1)))
-            if found[:1] == ["random"] != found and causes:  # alone, it is numbers that nothing is made of
-                return Difference(index + 1, "random", f"the random state of {' and '.join(causes)} differs", causes)
-            if found := [name for name in found if name != "random"]:
-                return Difference(index + 1, found[0], self._detail(found[0], step, expected))
+            if effects[0] == "batch" and index == place:  # any loader draws from torch's
+                causes = {name for name in differ & {"numpy", "python"} if self._is_drawn(name)}
+            elif effects[0] in _AFTER_RANDOM:
+                causes = differ & (self._drawn_before(index) | self._drawn_before(index + 1))
+            if names := sorted(causes):
+                detail = f"the random state of {' and '.join(names)} differs"
+                detail += ", and with it the batch" if effects[0] == "batch" else ""
+                return Difference(index + 1, "random", detail, names)
+            return Difference(index + 1, effects[0], self._detail(effects[0], step, expected))
         return None
+
+    def _is_drawn(self, name: str) -> bool:
+        return len({step["random"].get(name) for step in self.steps}) > 1
 
     def _drawn_before(self, index: int) -> set[str]:
         """Return the random states that are drawn from between the model's call in a step and that before."""
@@ -158,16 +164,6 @@ class Reference:
             return set()
         before, state = (self.steps[at]["random"] for at in (index - 1, index))
         return {name for name in state if before.get(name) != state[name]}
-
-    def _of(self, name: str, step: Line) -> Any:
-        value = step[name]
-        return {key: each for key, each in value.items() if key not in self.unsteady} if name == "random" else value
-
-    def _drawn_otherwise(self, step: Line, expected: Line) -> list[str]:
-        """Return whose random states differ that steps draw numbers from; any loader draws from torch's."""
-        names = [each for each in ("numpy", "python") if self._of("random", step).get(each)]
-        names = [each for each in names if step["random"][each] != expected["random"].get(each)]
-        return [each for each in names if len({step["random"].get(each) for step in self.steps}) > 1]
 
     def _detail(self, what: str, step: Line, expected: Line) -> str:
         if what == "settings":
