@@ -27,6 +27,7 @@ from typing import Any
 from holdfast.chaos.digests import Digests
 from holdfast.chaos.injecting import Injector, own_rank
 from holdfast.core.importing import ImportWatch
+from holdfast.core.vector_functions import settle_vector_functions
 
 _SAVERS = {
     "torch.serialization": "save",
@@ -194,6 +195,7 @@ class Inside:
 
     def _on_torch(self, torch: Any) -> None:
         self._torch, self._digests = torch, Digests(torch)
+        self._noted(settle_vector_functions, torch)  # else a difference may be torch's, not the training's
         self._hooked: Any = weakref.WeakKeyDictionary()  # handles of the hooks of models
         acts: dict[str, Callable[[Any], None]] = {
             "torch.optim.optimizer": self._on_optimizers,
