@@ -97,9 +97,8 @@ class Campaign:
                 files = len(list((place / "fd").iterdir()))
                 self.lives[role, process].append([self.looked, *mib, files, float(lines["Threads"])])
         held = []
-        for each in self.run.rglob("*"):
-            with suppress(OSError):
-                held.append(each.lstat().st_blocks * 512)
+        with suppress(OSError):  # of folders that are removed meanwhile
+            held += [each.lstat().st_blocks * 512 for each in self.run.rglob("*")]
         self.sizes.append((sum(held), len(held)))
 
     def hurt(self, what: str, chance: Random) -> bool:

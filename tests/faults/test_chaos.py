@@ -509,6 +509,13 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
         # Where the batch is drawn from a random state that is lost, that is the cause.
         ([("weight * step", "weight * next(loaded)"), ("for step", _DRAWN), ("import os", "import numpy, os")],
          "kill", ["another training"] * 3, "the random state of numpy differs, and with it the batch"),
+        # One of which nothing is made is no cause, although steps draw from it, and it differs in the very step.
+        ([("weight * step", "weight * step * (1 + (first > 0)) + 0 * torch.rand(3)")], "kill",
+         ["another training"] * 3, "the loss differs"),
+        # What a model computes only to act, as often as each start likes, is no part of a step.
+        ([("(weight * step).square().sum()", "model(torch.ones(3) * step).sum()"), ("weight, first", _MODEL),
+          ("torch.nn.Parameter(torch.randn(3))", "model.weight"),
+          ("for step", "[model(torch.ones(3)) for _ in range(first + 1)]\nfor step")], "kill", ["exact"] * 3, ""),
         # A start that makes no step is named.
         ([(', saved["step"]', ", 8")], "kill", ["another training"] * 3, "the last start makes no step, but only"),
     ],

@@ -13,8 +13,8 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from holdfast.chaos.trials import Line, Segment, Trial
 
@@ -34,6 +34,7 @@ _WORDS = {
     "buffers": "the buffers differ after it, although all that was seen before is the same",
 }
 """What is compared of a step, in the order of cause and effect."""
+_AFTER_RANDOM = ("inputs", "losses", *_STATE)
 _AT_START = {
     "buffers": "the buffers, such as statistics of BatchNorm, differ",
     "optimizer": "the state of the optimizer differs",
@@ -47,6 +48,7 @@ class Difference:
     step: int
     what: str  # a key of `_WORDS`, or ``saved``, ``text`` (harmless), ``end``, ``older``
     detail: str
+    states: Sequence[str] = ()  # random states that differ, if these are what
 
     def __str__(self) -> str:
         return self.detail if self.what == "saved" else f"step {self.step}: {self.detail}"
@@ -82,6 +84,12 @@ class Reference:
             self.steps += part.steps
             self.trainings.append(len(self.steps))
         self._states = [state_before(self.steps, at, saved.get(at)) for at in range(len(self.steps) + 1)]
+
+    def without(self, state: str) -> Reference:
+        """Return one that does not compare a random state."""
+        other = copy(self)
+        other.unsteady = self.unsteady | {state}
+        return other
 
     def parts_of(self, segment: Segment) -> list[Segment]:
         """Return what a process did, training by training if there are several."""
@@ -124,29 +132,31 @@ class Reference:
         for what in self._known_to_differ(place, segment.steps[0]["before"] or {}):
             return Difference(place + 1, what, f"{_AT_START[what]} at the start of the attempt")
         _, end = self.training_of(place)
-        idle: set[str] = set()  # random states that were drawn from and made no difference
         for index, step in enumerate(segment.steps, place):
             if index >= end:
                 return Difference(index + 1, "end", f"the undisturbed run had ended after {end} steps")
             expected = self.steps[index]
             if index == place and _is_rest(step, expected):
                 continue
-            found = [name for name in _WORDS if self._of(name, step) != self._of(name, expected)]
-            found = [name for name in found if name not in self.unsteady]
-            if index == place and "batch" in found[:1] and (drawn := self._drawn_otherwise(step, expected)):
-                detail = f"the random state of {' and '.join(drawn)} differs, and with it the batch"
-                return Difference(index + 1, "random", detail)
-            theirs = expected["random"]
-            differ = {name for name in theirs if step["random"].get(name) != theirs[name]} - self.unsteady
-            if found == ["random"]:  # numbers that nothing is made of
-                idle |= differ & self._drawn_before(index) if index > place else set()
+            effects = [each for each in _WORDS if each != "random" and step[each] != expected[each]]
+            effects = [each for each in effects if each not in self.unsteady]
+            if not effects:  # random numbers may differ that nothing is made of
                 continue
-            causes = (differ & (self._drawn_before(index) | self._drawn_before(index + 1))) - idle
-            if found[:1] == ["random"] and causes:
-                return Difference(index + 1, "random", f"the random state of {' and '.join(sorted(causes))} differs")
-            if found := [name for name in found if name != "random"]:
-                return Difference(index + 1, found[0], self._detail(found[0], step, expected))
+            theirs, causes = expected["random"], set[str]()
+            differ = {name for name in theirs if step["random"].get(name) != theirs[name]} - self.unsteady
+            if effects[0] == "batch" and index == place:  # any loader draws from torch's
+                causes = {name for name in differ & {"numpy", "python"} if self._is_drawn(name)}
+            elif effects[0] in _AFTER_RANDOM:
+                causes = differ & (self._drawn_before(index) | self._drawn_before(index + 1))
+            if names := sorted(causes):
+                detail = f"the random state of {' and '.join(names)} differs"
+                detail += ", and with it the batch" if effects[0] == "batch" else ""
+                return Difference(index + 1, "random", detail, names)
+            return Difference(index + 1, effects[0], self._detail(effects[0], step, expected))
         return None
+
+    def _is_drawn(self, name: str) -> bool:
+        return len({step["random"].get(name) for step in self.steps}) > 1
 
     def _drawn_before(self, index: int) -> set[str]:
         """Return the random states that are drawn from between the model's call in a step and that before."""
@@ -154,16 +164,6 @@ class Reference:
             return set()
         before, state = (self.steps[at]["random"] for at in (index - 1, index))
         return {name for name in state if before.get(name) != state[name]}
-
-    def _of(self, name: str, step: Line) -> Any:
-        value = step[name]
-        return {key: each for key, each in value.items() if key not in self.unsteady} if name == "random" else value
-
-    def _drawn_otherwise(self, step: Line, expected: Line) -> list[str]:
-        """Return whose random states differ that steps draw numbers from; any loader draws from torch's."""
-        names = [each for each in ("numpy", "python") if self._of("random", step).get(each)]
-        names = [each for each in names if step["random"][each] != expected["random"].get(each)]
-        return [each for each in names if len({step["random"].get(each) for step in self.steps}) > 1]
 
     def _detail(self, what: str, step: Line, expected: Line) -> str:
         if what == "settings":

@@ -17,7 +17,8 @@ from typing import Any
 
 _SMALL_BYTES = 1 << 15
 _PARTS = 64  # of a large tensor, so that a swap of two parts shows
-_MOST_DEEP = 12
+_MOST_DEEP, _MOST_OBJECTS = 12, 1000
+_OTHER_SEED = 20_261
 _MOST_PATHS, _SHORT = 4, 60
 
 
@@ -102,6 +103,32 @@ class Digests:
             found["numpy"] = self.tree([state[1], int(state[2])])
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             found["cuda"] = self.tree(torch.cuda.get_rng_state())
+        return found
+
+    def reseed(self, name: str) -> None:
+        """Set one of the random states that `random_state` names to another."""
+        if name == "python":
+            random.seed(_OTHER_SEED)
+        elif name == "numpy":
+            sys.modules["numpy"].random.seed(_OTHER_SEED)
+        elif name == "cuda":
+            self._torch.cuda.manual_seed_all(_OTHER_SEED)
+        else:
+            self._torch.default_generator.manual_seed(_OTHER_SEED)
+
+    def tensors_of(self, value: Any) -> list[Any]:
+        """Return the tensors of what a model has computed."""
+        found, todo, seen = [], [value], set[int]()
+        while todo and len(seen) < _MOST_OBJECTS:
+            if id(each := todo.pop()) in seen:
+                continue
+            seen.add(id(each))
+            if isinstance(each, self._torch.Tensor):
+                found.append(each)
+            elif isinstance(each, Mapping):
+                todo += each.values()
+            else:
+                todo += each if isinstance(each, (list, tuple)) else getattr(each, "__dict__", {}).values()
         return found
 
     def saved(self, value: Any) -> dict[str, str]:

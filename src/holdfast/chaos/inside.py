@@ -6,6 +6,7 @@ and evaluation, written at once, so that it survives SIGKILL. Torch is not impor
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from typing import Any
 from holdfast.chaos.digests import Digests
 from holdfast.chaos.injecting import Injector, own_rank
 from holdfast.core.importing import ImportWatch
+from holdfast.core.vector_functions import settle_vector_functions
 
 _SAVERS = {
     "torch.serialization": "save",
@@ -39,6 +41,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 _CHANGES = {"os.remove": (0,), "os.rename": (0, 1), "os.rmdir": (0,), "shutil.rmtree": (0,), "os.symlink": (1,),
             "os.link": (1,), "os.mkdir": (0,)}  # fmt: skip
 _SETTINGS = ("lr", "momentum", "betas", "weight_decay")
+_CALL = "call seen by holdfast chaos"
 _SEEN_NUMBERS = 4  # of each of the first parameters: to find out which state is the nearest
 _inside: Inside | None = None
 
@@ -53,6 +56,12 @@ def start(run: str) -> None:
 def _enter(module: Any, args: Any, kwargs: Any) -> Any:
     """Be the hook of a model: a function of a module can be copied and pickled with it."""
     return None if _inside is None else _inside.forward(module, args, kwargs)
+
+
+def _leave(module: Any, _args: Any, output: Any) -> None:
+    """Be its hook when it has computed."""
+    if _inside is not None:
+        _inside.computed(module, output)
 
 
 @contextmanager
@@ -103,14 +112,16 @@ class Inside:
         self._first: dict[int, str] = {}  # digests of buffers before the first forward, by module
         self._held: dict[int, list[Any]] = {}  # by optimizer, weak references
         self._optimizers: list[Any] = []  # those that have stepped
+        self._calls = 0  # of models that train
+        self._entered: dict[int, int] = {}  # calls that compute, by module
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._batches: list[str | None] = []
-        self._inputs: list[str | None] = []
+        # By the number of a model's call: its batch, its inputs, and the random states before it.
+        self._parts: dict[int, tuple[str | None, str | None, dict[str, str]]] = {}
+        self._used: set[int] = set()  # calls that a loss was made of; others act in an environment, or have failed
         self._losses: list[str] = []
-        self._random: dict[str, str] | None = None
-        self._backwards, self._known = 0, (0, 0)
+        self._backwards = 0
 
     # --- the trace ------------------------------------------------------------------------------------------------
 
@@ -184,6 +195,7 @@ class Inside:
 
     def _on_torch(self, torch: Any) -> None:
         self._torch, self._digests = torch, Digests(torch)
+        self._noted(settle_vector_functions, torch)  # else a difference may be torch's, not the training's
         self._hooked: Any = weakref.WeakKeyDictionary()  # handles of the hooks of models
         acts: dict[str, Callable[[Any], None]] = {
             "torch.optim.optimizer": self._on_optimizers,
@@ -223,7 +235,11 @@ class Inside:
     def _watch_inputs(self, optimizer: Any) -> None:
         for root in self._digests.roots(optimizer):
             if root not in self._hooked:
-                self._hooked[root] = root.register_forward_pre_hook(_enter, with_kwargs=True)
+                self._hook(root)
+
+    def _hook(self, root: Any) -> None:
+        entering = root.register_forward_pre_hook(_enter, with_kwargs=True)
+        self._hooked[root] = entering, root.register_forward_hook(_leave)
 
     # --- what a step sees -----------------------------------------------------------------------------------------
 
@@ -250,34 +266,52 @@ class Inside:
     def _enters(self, module: Any, inputs: Any) -> None:
         if id(module) not in self._first:
             self._first[id(module)] = self._digests.tensors(module.named_buffers())
-        self._random = self._random or self._digests.random_state()
-        self._batches.append(self._loaded)
-        self._inputs.append(self._digests.tree(inputs))
+        self._calls += 1
+        self._entered[id(module)] = self._calls
+        self._parts[self._calls] = self._loaded, self._digests.tree(inputs), self._digests.random_state()
+
+    def computed(self, module: Any, output: Any) -> None:
+        """Mark in the graph of autograd which call of a model has made an output."""
+        if not self._torch.compiler.is_dynamo_compiling() and (call := self._entered.pop(id(module), 0)):
+            nodes = [node for each in self._digests.tensors_of(output) if (node := each.grad_fn) is not None]
+            for node in nodes:
+                node.metadata[_CALL] = call
+            self._used |= set() if nodes else {call}  # it is not seen
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._in_backward:
             return original(*args, **kwargs)
-        self._noted(self._backward_begins, args[0] if args else kwargs.get("tensors"))
+        losses = len(self._losses)
+        used = self._noted(self._backward_begins, args[0] if args else kwargs.get("tensors")) or set()
         self._in_backward = True
         try:
             self.fault.meet("backward", self.steps)
             result = original(*args, **kwargs)
-            self._known = len(self._inputs), len(self._losses)
-            return result
-        finally:  # a forward whose backward has raised is no part of the step, which may be made again
-            self._in_backward, (inputs, losses) = False, self._known
-            del self._batches[inputs:], self._inputs[inputs:], self._losses[losses:]
-            self._random = self._random if inputs else None
+        except BaseException:  # its forward is no part of the step, which may be made again
+            del self._losses[losses:]
+            raise
+        finally:
+            self._in_backward = False
+        self._used |= used
+        return result
 
-    def _backward_begins(self, root: Any) -> None:
-        root = root[0] if isinstance(root, (tuple, list)) and root else root
+    def _backward_begins(self, given: Any) -> set[int]:
+        """Note a loss; return the calls of models that it was made of."""
+        roots = list(given) if isinstance(given, (tuple, list)) else [given]
         self._backwards += 1
-        self._random = self._random or self._digests.random_state()
-        if not self._batches:
-            self._batches.append(self._loaded)
-            self._inputs.append(None)
-        if getattr(root, "numel", lambda: 0)() == 1:
-            self._losses.append(repr(root.item()))
+        if not self._parts:
+            self._calls += 1
+            self._parts[self._calls] = self._loaded, None, self._digests.random_state()
+        if roots and getattr(roots[0], "numel", lambda: 0)() == 1:
+            self._losses.append(repr(roots[0].item()))
+        used, todo = set[int](), [getattr(root, "grad_fn", None) for root in roots]
+        seen = set(todo)
+        while todo and not self._parts.keys() <= used:
+            if (node := todo.pop()) is not None:
+                used.add(node.metadata.get(_CALL, 0))
+                todo += (new := {each for each, _ in node.next_functions} - seen)
+                seen |= new
+        return used
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         self._scale = self._noted(scaler.get_scale)
@@ -328,13 +362,17 @@ class Inside:
         if self._skips:
             return
         self.steps += 1
+        parts = [part for call, part in self._parts.items() if call in self._used] or list(self._parts.values())
+        batches, inputs, states = zip(*parts, strict=True) if parts else ((), (), ({},))
         self.write(
-            "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(self._inputs),
-            batch=self._batches, random=self._random or {}, inputs=self._inputs, losses=self._losses,
+            "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(parts),
+            batch=batches, random=states[0], inputs=inputs, losses=self._losses,
             which=list(self._held).index(id(optimizer)), ranks=own_rank(), **self._state(optimizer),
         )  # fmt: skip
         self._begin_step()
         self.fault.meet("after", self.steps)
+        if self.steps == 1 and (name := self.fault.plan.get("random")):
+            self._digests.reseed(name)
 
     # --- saving, evaluating ---------------------------------------------------------------------------------------
 
@@ -352,14 +390,14 @@ class Inside:
         self._saves += 1
         self.fault.meet("save begins", self._saves)
         waits = threading.current_thread() is threading.main_thread()  # else the training goes on, and must be seen
-        for handle in self._hooked.values() if waits else ():  # no part of a model that is saved whole
+        for handle in itertools.chain(*self._hooked.values()) if waits else ():  # no part of a model saved whole
             handle.remove()
         result = None
         try:
             result = original(*args, **kwargs)
         finally:
             for root in list(self._hooked) if waits else ():
-                self._hooked[root] = root.register_forward_pre_hook(_enter, with_kwargs=True)
+                self._hook(root)
             self._saving = False
             given = [*args, *kwargs.values(), getattr(result, "path", None)]  # that of a guard's own
             buffers = [each for each in given if hasattr(each, "getbuffer")]

@@ -145,6 +145,7 @@ class Campaign:
         self._bench = Bench(program, self._command, self._place, self._began + budget_seconds)
         self._ran = 0.0
         self._read: set[str] = set()  # by restarts
+        self._tried_states: set[str] = set()
 
     def run(self) -> Report:
         """Carry out everything."""
@@ -281,6 +282,20 @@ class Campaign:
         self._read |= {_alike(path) for path in trial.read}
         return trial
 
+    def _untried(self, comparison: Comparison) -> set[str]:
+        """Return the random states that are said to differ, of which it is not known whether anything is made."""
+        return {name for each in comparison.differences for name in each.states} - self._tried_states
+
+    def _try_random(self, states: set[str], references: dict[int, Reference]) -> None:
+        """Run with each of these random states set to another; where nothing else differs, it is not compared."""
+        for name in sorted(states):
+            trial = carry_out(self._bench, {"random": name})
+            self._ran += trial.last.seconds
+            others = {rank: each.without(name) for rank, each in references.items()}
+            if not trial.last.status and not trial.last.hung and not compare(others, trial).differences:
+                references.update(others)
+        self._tried_states |= states
+
     def _is_unread(self, trial: Trial) -> bool:
         """Return whether no restart reads such files as the damaged one, by its name; safetensors are read unseen."""
         if trial.damaged is None or trial.damaged.suffix == ".safetensors" or not self._read:
@@ -315,6 +330,9 @@ class Campaign:
         left, usual = self._names(trial.files), self._names(first.files)
         row.left_files = sorted(left[each] for each in left.keys() - usual.keys())
         comparison = compare(references, trial)
+        while unsteady is None and (states := self._untried(comparison)):
+            self._try_random(states, references)
+            comparison = compare(references, trial)
         row.comparison = asdict(comparison)
         row.result, row.detail = _judge(fault, trial, comparison, unsteady)
         if row.passed and self._is_unread(trial):

@@ -40,8 +40,7 @@ Factory = Annotated[
     ),
 ]
 Devices = Annotated[
-    list[str],
-    typer.Option(metavar="NAME", help="A GPU such as T4, or a size such as 24GiB; repeatable."),
+    list[str], typer.Option(metavar="NAME", help="A GPU such as T4, or a size such as 24GiB; repeatable.")
 ]
 GlobalBatchSize = Annotated[
     int | None,
@@ -55,8 +54,7 @@ Precisions = Annotated[
     ),
 ]
 Margin = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 10 % of the device."),
+    str | None, typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 10 % of the device.")
 ]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")]
 
@@ -231,10 +229,7 @@ def _device(plan: DevicePlan) -> dict[str, Any]:
     }
     if best is None:
         return {**facts, "missing_bytes": plan.shown.missing_bytes}
-    facts["recommended"] = {
-        **_row(best, 1.0),
-        "policy": best.policy(),
-    }
+    facts["recommended"] = {**_row(best, 1.0), "policy": best.policy()}
     facts["verified"] = None if found is None else {**asdict(found), "error": found.error}
     return facts
 

@@ -102,12 +102,7 @@ class Accumulation:
                 parameter.grad.add_(kept)
 
     def add(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        *,
-        optimizer: Sequence[str] | None = None,
-        split: Split | None = None,
+        self, batch: Any, loss_fn: LossFunction, *, optimizer: Sequence[str] | None = None, split: Split | None = None
     ) -> StepResult:
         """Add the gradient of a batch to those that are kept; ``skipped`` if it is NaN or Inf, and so the whole step.
 
@@ -137,12 +132,7 @@ class Accumulation:
         return outcome.result(self._spoiled)
 
     def step(
-        self,
-        batch: Any,
-        loss_fn: LossFunction,
-        *,
-        optimizer: Sequence[str] | None = None,
-        split: Split | None = None,
+        self, batch: Any, loss_fn: LossFunction, *, optimizer: Sequence[str] | None = None, split: Split | None = None
     ) -> StepResult:
         """Make the step, with this batch as the last one; see `Guard.step`.
 

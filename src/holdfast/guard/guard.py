@@ -22,6 +22,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import Event, EventData
 from holdfast.core.policy.policy import Policy
+from holdfast.core.vector_functions import settle_vector_functions
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.images import keep_image
@@ -115,6 +116,7 @@ class Guard:
         ranks = self._ranks
         self.policy = ranks.policy(policy)
         check_schedulers(self._parts.schedulers)
+        settle_vector_functions(torch)
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())

@@ -54,9 +54,7 @@ def is_sampled(step: int, optimizers: int, schedule: tuple[int, int, int] = SAMP
     return (step // (2 * players) * 2654435761) % 2**32 < 2**32 // share
 
 
-def _harmless(
-    method: Callable[Concatenate[Observer, _Rest], None],
-) -> Callable[Concatenate[Observer, _Rest], None]:
+def _harmless(method: Callable[Concatenate[Observer, _Rest], None]) -> Callable[Concatenate[Observer, _Rest], None]:
     """Keep a failure of the diagnosis out of the training: it is logged, and nothing is observed any more.
 
     For want of memory only this observation is left out.

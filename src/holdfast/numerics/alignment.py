@@ -21,11 +21,7 @@ _EMPTY = 1e-6
 
 
 def report_alignment(
-    guard: Any,
-    attention: Tensor,
-    input_lengths: Tensor,
-    output_lengths: Tensor,
-    max_decoder_steps: int | None = None,
+    guard: Any, attention: Tensor, input_lengths: Tensor, output_lengths: Tensor, max_decoder_steps: int | None = None
 ) -> dict[str, Any]:
     """Record the `alignment_facts` of an evaluation of a speech synthesiser in a guarded run, for rule H852."""
     facts: dict[str, Any] = alignment_facts(attention, input_lengths, output_lengths, max_decoder_steps)

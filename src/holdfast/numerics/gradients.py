@@ -119,11 +119,7 @@ def _summarise(
 
 
 def clip(
-    groups: Sequence[Group],
-    each: torch.Tensor,
-    max_norm: float,
-    clip_by: ClipBy,
-    order: torch.Tensor | None = None,
+    groups: Sequence[Group], each: torch.Tensor, max_norm: float, clip_by: ClipBy, order: torch.Tensor | None = None
 ) -> None:
     """Scale finite gradients down to a norm, in place. Cost: no host sync.
 

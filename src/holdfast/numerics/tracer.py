@@ -126,10 +126,7 @@ class OriginTracer(TorchDispatchMode):
     """Watches one forward and backward pass; `tensors` are those that exist before it. See ``provenance.trace``."""
 
     def __init__(
-        self,
-        models: dict[str, nn.Module],
-        tensors: Sequence[tuple[Kind, str, torch.Tensor]],
-        batch_size: int | None,
+        self, models: dict[str, nn.Module], tensors: Sequence[tuple[Kind, str, torch.Tensor]], batch_size: int | None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.suspects: list[Suspect] = []

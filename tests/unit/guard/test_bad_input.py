@@ -161,8 +161,7 @@ def test_a_wrong_argument_is_named_before_a_run_directory_is_made(tmp_path, case
 
 
 @pytest.mark.parametrize(
-    ("loader", "limits", "rule"),
-    [(None, {"max_epochs": 1}, "H105"), ([torch.ones(2, 3)], {}, "H105")],
+    ("loader", "limits", "rule"), [(None, {"max_epochs": 1}, "H105"), ([torch.ones(2, 3)], {}, "H105")]
 )
 def test_batches_needs_a_loader_and_a_limit(tmp_path, loader, limits, rule):
     """A loop that could not begin or not end is an error where it is asked for."""

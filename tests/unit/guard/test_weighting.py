@@ -78,11 +78,7 @@ CASES = {
     "lengths": ((X, LENGTHS), over(lambda b: torch.arange(6) < b[1].unsqueeze(1)), "sum of batch[1]"),
     "weights": ((X[:, 0], LENGTHS.double() / 7), over(lambda b: b[1]), "sum of batch[1]"),
     "sum": ((X, Y), lambda m: lambda b: errors(m, b[0]).sum(), "a sum, not a mean"),
-    "CTC sum": (
-        (X, Y.clamp(1, 2), LENGTHS.clamp(max=2)),
-        lambda m: lambda b: ctc(m, b, "sum"),
-        "a sum, not a mean",
-    ),
+    "CTC sum": ((X, Y.clamp(1, 2), LENGTHS.clamp(max=2)), lambda m: lambda b: ctc(m, b, "sum"), "a sum, not a mean"),
     "CTC mean": ((X, Y.clamp(1, 2), LENGTHS.clamp(max=2)), lambda m: lambda b: ctc(m, b, "mean"), "samples"),
 }
 
@@ -110,12 +106,7 @@ def test_what_a_bare_mean_is_over_is_found_out_and_used(tmp_path, case, micro_ba
 def test_a_loss_that_no_weights_reproduce_is_refused_and_the_reason_says_what_was_tried(tmp_path):
     """The error says by how much the parts miss the whole, what was tried, and the two ways out."""
     with pytest.raises(holdfast.HoldfastError) as caught:
-        step(
-            tmp_path,
-            (X, Y),
-            lambda m: lambda b: F.cross_entropy(m(b[0]).mT, b[1]).sqrt(),
-            micro_batch_size=3,
-        )
+        step(tmp_path, (X, Y), lambda m: lambda b: F.cross_entropy(m(b[0]).mT, b[1]).sqrt(), micro_batch_size=3)
     text = str(caught.value)
     assert caught.value.rule == "H207"
     for words in ("over 4 samples differs", "%", "as a mean over samples", "valid labels of batch[1] (not -100)"):

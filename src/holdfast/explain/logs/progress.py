@@ -18,7 +18,7 @@ _BAR = QuickPattern(
 _PROGRESS = QuickPattern(
     r"\b(?:epochs?|steps?|iter(?:ation)?s?|batch|loss|acc(?:uracy)?|lr|eta|global_step|perplexity|ppl)\b\W{0,4}\d"
     r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:"
-    r"|\bstarting (?:train|test)ing\b|\bbest (?:ckpt|checkpoint|model)\b.{0,20}[:=]",
+    r"|\bstarting (?:train|test)ing\b|\bbest (?:ckpt|checkpoint|model)\b.{0,20}[:=]"
 )
 _NO_PROGRESS = QuickPattern(
     r"wandb:|\b(?:error|exception|fail|abort|nan\b|(?<!best )loss\W{1,4}inf\b|stopp(?:ed|ing)|interrupt|resum)"
@@ -27,14 +27,14 @@ _DONE = QuickPattern(
     r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b"
     r"(?:(?!\b(?:epoch|step|iter|batch|fold|stage|phase)\w*\W{1,3}\d).){0,20}"
     r"\b(?:finished|completed?|done|ended well)\b"
-    r"|`Trainer\.fit` stopped: `max_|'train_runtime':|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b",
+    r"|`Trainer\.fit` stopped: `max_|'train_runtime':|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b"
 )
 _SAVED = QuickPattern(r"\b(?:done|finished|completed?|saved|saving|written|wrote)\b")
 _OF_A_LOGGER = QuickPattern(r"wandb:|\blogs? .{0,20}\b(?:saved|written)\b|\b(?:saved|wrote|saving) (?:the )?logs?\b")
 _NOT_DONE = QuickPattern(
     r"\b(?:not|never|false|unsuccessful\w*|fail\w*|errors?|abort\w*|crash\w*|killed|died|oom|nan|diverged"
     r"|warm-?up|pre-?process\w*)\b"
-    r"|\b(?:code|status|exit|rc)\W{0,3}(?:-|0*[1-9])",
+    r"|\b(?:code|status|exit|rc)\W{0,3}(?:-|0*[1-9])"
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)  # "Error: 72.0" measures something

@@ -94,16 +94,8 @@ class CachingAllocator:
     """
 
     def __init__(self, *, cap_bytes: int | None = None, addresses: Iterator[int] | None = None) -> None:
-        self._small = Pool(
-            least_remainder=MIN_BLOCK_BYTES,
-            segment_bytes=SMALL_SEGMENT_BYTES,
-            next_address=1 << 44,
-        )
-        self._large = Pool(
-            least_remainder=SMALL_BYTES + 1,
-            segment_bytes=LARGE_SEGMENT_BYTES,
-            next_address=1 << 54,
-        )
+        self._small = Pool(least_remainder=MIN_BLOCK_BYTES, segment_bytes=SMALL_SEGMENT_BYTES, next_address=1 << 44)
+        self._large = Pool(least_remainder=SMALL_BYTES + 1, segment_bytes=LARGE_SEGMENT_BYTES, next_address=1 << 54)
         self._cap = _UNLIMITED if cap_bytes is None else cap_bytes
         self._addresses = iter(()) if addresses is None else addresses
         self.reserved_bytes = self.peak_reserved_bytes = 0

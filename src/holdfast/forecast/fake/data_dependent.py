@@ -76,10 +76,7 @@ def _selected(mode: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.new_empty(int(value.sum()) * math.prod(shape) // max(1, value.numel()))
 
 
-_WORST: dict[Any, Callable[..., Any]] = {
-    aten.nonzero.default: _all_rows,
-    aten.masked_select.default: _selected,
-}
+_WORST: dict[Any, Callable[..., Any]] = {aten.nonzero.default: _all_rows, aten.masked_select.default: _selected}
 
 
 def undecidable(func: Any) -> PolicyError:

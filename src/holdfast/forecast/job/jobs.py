@@ -28,13 +28,7 @@ from holdfast.forecast.fake.stand_ins import for_several_devices
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built, Function
 from holdfast.forecast.job.sample_batch import Leaf, SampleBatch, Values, cut, leaves_of
-from holdfast.forecast.job.user_functions import (
-    GuardStandIn,
-    Watch,
-    called_with_batch,
-    is_hooked,
-    own_autocasts,
-)
+from holdfast.forecast.job.user_functions import GuardStandIn, Watch, called_with_batch, is_hooked, own_autocasts
 from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.events import Assumption
 from holdfast.memory.oom import clear_exception_frames

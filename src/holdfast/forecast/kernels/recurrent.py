@@ -140,10 +140,7 @@ class _Layers(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any,
-        grad_y: torch.Tensor | None,
-        grad_last: torch.Tensor | None,
-        grad_cell: torch.Tensor | None,
+        ctx: Any, grad_y: torch.Tensor | None, grad_last: torch.Tensor | None, grad_cell: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         layout: _Layout = ctx.layout
         if not layout.training:

@@ -201,11 +201,7 @@ def plan_device(
     order: Order, device: Device, steps: dict[str, Step], say: Callable[[str], object] = lambda _: None
 ) -> DevicePlan:
     """Return what fits a device."""
-    question = Question(
-        device=device,
-        global_batch_size=order.global_batch_size,
-        margin_bytes=order.margin_bytes,
-    )
+    question = Question(device=device, global_batch_size=order.global_batch_size, margin_bytes=order.margin_bytes)
     suited = {name: step for name, step in steps.items() if name != "bf16" or has_bf16(device)} or steps
     say(f"planning for {device.name}")
     rows = tuple(plan_rows(suited, question))
@@ -213,11 +209,7 @@ def plan_device(
     shown = best or nearest_miss(rows)
     assert shown is not None, "there is a plan for each precision"
     return DevicePlan(
-        question=question,
-        rows=rows,
-        best=best,
-        trace=step_of(shown, steps[shown.precision], question),
-        shown=shown,
+        question=question, rows=rows, best=best, trace=step_of(shown, steps[shown.precision], question), shown=shown
     )
 
 
@@ -234,11 +226,7 @@ def step_of(row: Row, step: Step, question: Question, global_batch_size: int | N
 
 
 def verified(
-    order: Order,
-    plan: DevicePlan,
-    steps: dict[str, Step],
-    say: Callable[[str], object],
-    said: list[Assumption],
+    order: Order, plan: DevicePlan, steps: dict[str, Step], say: Callable[[str], object], said: list[Assumption]
 ) -> DevicePlan:
     """Return the plan with what one more trace says; if that one does not fit, one with a larger margin that does.
 

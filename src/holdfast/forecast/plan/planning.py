@@ -127,12 +127,7 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     precisions = list(dict.fromkeys(row.precision for row in rows))
 
     def changes(row: Row) -> tuple[int, ...]:
-        return (
-            len(row.modules),
-            row.retries > 0,
-            precisions.index(row.precision),
-            -row.micro_batch_size,
-        )
+        return (len(row.modules), row.retries > 0, precisions.index(row.precision), -row.micro_batch_size)
 
     return min(near, key=changes)
 

@@ -44,11 +44,7 @@ class Tracer(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        scratch: ScratchOf = lambda *_: None,
-        uncalibrated: Uncalibrated | None = None,
+        self, device: torch.device, *, scratch: ScratchOf = lambda *_: None, uncalibrated: Uncalibrated | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = Places()
@@ -87,10 +83,7 @@ class Tracer(TorchDispatchMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def watch(
-        self,
-        *,
-        models: Mapping[str, nn.Module] | None = None,
-        optimizers: Iterable[torch.optim.Optimizer] = (),
+        self, *, models: Mapping[str, nn.Module] | None = None, optimizers: Iterable[torch.optim.Optimizer] = ()
     ) -> None:
         """Note what owns memory: models by the names that begin their modules' paths, and optimizers."""
         self._owners.watch(models or {}, optimizers)

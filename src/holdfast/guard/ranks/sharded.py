@@ -40,11 +40,7 @@ class Sharded:
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"micro_batch_size": ("auto", None)}
     order: ClassVar[list[int]] = []  # of gradients, by which nothing is laid out here
     # Ranks make equally many passes: none splits a batch. What all recompute, none tries to do without.
-    unobserved: ClassVar[Mapping[str, Any]] = {
-        "diagnose": False,
-        "micro_batch_size": None,
-        "grow_after_steps": 2**31,
-    }
+    unobserved: ClassVar[Mapping[str, Any]] = {"diagnose": False, "micro_batch_size": None, "grow_after_steps": 2**31}
 
     def __init__(self, model: nn.Module) -> None:
         self._root: Any = model

@@ -323,13 +323,7 @@ class Steps:
         series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
         self._record.step(StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0)
         try:
-            outcome = self.engine.run(
-                batch,
-                loss_fn,
-                names,
-                split=split,
-                judge=partial(self.recovery.judge, series),
-            )
+            outcome = self.engine.run(batch, loss_fn, names, split=split, judge=partial(self.recovery.judge, series))
             if outcome.committed:
                 self._committed(outcome, names, series)
         except PartialOptimizerStep as error:

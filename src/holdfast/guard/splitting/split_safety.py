@@ -38,13 +38,7 @@ from holdfast.guard.splitting.split_check import (
     merged,
     mixing_layers,
 )
-from holdfast.guard.splitting.weighting import (
-    SAMPLES,
-    Weighting,
-    disagreement,
-    find_weightings,
-    with_an_empty_one,
-)
+from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings, with_an_empty_one
 from holdfast.guard.splitting.window import Window, largest_of
 from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.guard.state.states import StateKeeper, kept_states
