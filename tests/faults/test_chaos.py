@@ -512,6 +512,14 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
         # One of which nothing is made is no cause, although steps draw from it, and it differs in the very step.
         ([("weight * step", "weight * step * (1 + (first > 0)) + 0 * torch.rand(3)")], "kill",
          ["another training"] * 3, "the loss differs"),
+        # One that was restored, and of which more is drawn since something else is lost, is no cause either.
+        ([("(weight * step)", "(model(torch.ones(3)) + model(numpy.random.rand(len(kept)).sum() * torch.ones(3)))"),
+          ("weight, first", "import numpy\nnumpy.random.seed(0)\nkept = []\n" + _MODEL),
+          ("torch.nn.Parameter(torch.randn(3))", "model.weight"),
+          ('"step": s', '"n": numpy.random.get_state(), "step": s'),
+          ('load("c.pt")', 'load("c.pt", weights_only=False)\n    numpy.random.set_state(saved["n"])'),
+          ("    optimizer.zero_grad()", "    kept.append(optimizer.zero_grad())")], "kill",
+         ["another training"] * 3, "the model gets other inputs"),
         # What a model computes only to act, as often as each start likes, is no part of a step.
         ([("(weight * step).square().sum()", "model(torch.ones(3) * step).sum()"), ("weight, first", _MODEL),
           ("torch.nn.Parameter(torch.randn(3))", "model.weight"),

@@ -132,18 +132,21 @@ class Reference:
         for what in self._known_to_differ(place, segment.steps[0]["before"] or {}):
             return Difference(place + 1, what, f"{_AT_START[what]} at the start of the attempt")
         _, end = self.training_of(place)
+        restored: set[str] = set()  # random states that were those of the undisturbed run at a call of a model
         for index, step in enumerate(segment.steps, place):
             if index >= end:
                 return Difference(index + 1, "end", f"the undisturbed run had ended after {end} steps")
             expected = self.steps[index]
             if index == place and _is_rest(step, expected):
                 continue
+            restored |= {name for name, _ in _states(step) & _states(expected)}
             effects = [each for each in _WORDS if each != "random" and step[each] != expected[each]]
             effects = [each for each in effects if each not in self.unsteady]
             if not effects:  # random numbers may differ that nothing is made of
                 continue
             theirs, causes = expected["random"], set[str]()
-            differ = {name for name in theirs if step["random"].get(name) != theirs[name]} - self.unsteady
+            differ = {name for name in theirs if step["random"].get(name) != theirs[name]}
+            differ -= self.unsteady | restored
             if effects[0] == "batch" and index == place:  # any loader draws from torch's
                 causes = {name for name in differ & {"numpy", "python"} if self._is_drawn(name)}
             elif effects[0] in _AFTER_RANDOM:
@@ -205,6 +208,10 @@ def _distance(state: Line, other: Line) -> float:
     ours, theirs = state.get("numbers", []), other.get("numbers", [])
     far = math.dist(ours, theirs) / (math.hypot(*ours) or 1.0) if ours and len(ours) == len(theirs) else math.inf
     return math.inf if math.isnan(far) else far
+
+
+def _states(step: Line) -> set[tuple[str, str]]:
+    return {each for state in step["states"] for each in state.items()}
 
 
 def _alike(step: Line, other: Line) -> bool:

@@ -362,12 +362,14 @@ class Inside:
         if self._skips:
             return
         self.steps += 1
-        parts = [part for call, part in self._parts.items() if call in self._used] or list(self._parts.values())
+        calls = list(self._parts.values())
+        parts = [part for call, part in self._parts.items() if call in self._used] or calls
         batches, inputs, states = zip(*parts, strict=True) if parts else ((), (), ({},))
         self.write(
             "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(parts),
-            batch=batches, random=states[0], inputs=inputs, losses=self._losses,
-            which=list(self._held).index(id(optimizer)), ranks=own_rank(), **self._state(optimizer),
+            batch=batches, random=states[0], states=[state for *_, state in calls], inputs=inputs,
+            losses=self._losses, which=list(self._held).index(id(optimizer)), ranks=own_rank(),
+            **self._state(optimizer),
         )  # fmt: skip
         self._begin_step()
         self.fault.meet("after", self.steps)
