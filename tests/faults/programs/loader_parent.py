@@ -69,6 +69,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1].startswith("threaded"):
-        threading.Thread(target=main).start()
+        thread = threading.Thread(target=main)
+        thread.start()
+        thread.join()  # Python 3.12 refuses to fork once the main thread has ended
     else:
         main()
