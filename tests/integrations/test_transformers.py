@@ -72,8 +72,7 @@ def on_cpu(kind: type, *, init_scale: float = 2.0**7) -> type:
 
 
 @pytest.mark.parametrize(
-    ("windows", "precision"),
-    [(1, "fp32"), (3, "fp32"), (3, "bf16"), (1, "fp16"), (3, "fp16"), (1, "fp16, left off")],
+    ("windows", "precision"), [(1, "fp32"), (3, "fp32"), (3, "bf16"), (1, "fp16"), (3, "fp16"), (1, "fp16, left off")]
 )
 def test_training_is_bit_identical_to_the_plain_trainer(tmp_path: Path, windows: int, precision: str) -> None:
     """With dropout, weight decay, clipping and a schedule, weights and logs are those of the Trainer alone."""

@@ -136,12 +136,7 @@ def saving(rank, run, lengths, every):
 
 @pytest.mark.parametrize(
     ("lengths", "every", "saved"),
-    [
-        ((8, 7), 7, [1, 2, 2, 3]),
-        ((7, 8), 7, [1, 2, 2, 3]),
-        ((8, 7), 8, [1, 1, 2, 2]),
-        ((7, 8), 8, [1, 2, 2, 3]),
-    ],
+    [((8, 7), 7, [1, 2, 2, 3]), ((7, 8), 7, [1, 2, 2, 3]), ((8, 7), 8, [1, 1, 2, 2]), ((7, 8), 8, [1, 2, 2, 3])],
 )
 def test_lengths_of_loaders_that_differ_do_not_part_the_ranks(tmp_path, lengths, every, saved):
     """They are a guess of where a save can wait for the end of the epoch; the first rank, which writes, makes it."""

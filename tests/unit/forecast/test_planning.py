@@ -16,13 +16,7 @@ from holdfast.forecast.job.tracing import TraceRequest
 from holdfast.forecast.plan import forecasting
 from holdfast.forecast.plan.fit import check_fit
 from holdfast.forecast.plan.forecasting import Order, make_forecast, plan_device, verified
-from holdfast.forecast.plan.planning import (
-    Question,
-    Row,
-    Step,
-    plan_rows,
-    recommended,
-)
+from holdfast.forecast.plan.planning import Question, Row, Step, plan_rows, recommended
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, played
 from holdfast.forecast.trace.extrapolation import fit

@@ -9,14 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.forecast.trace.events import (
-    Assumption,
-    Trace,
-    live_bytes,
-    live_peak,
-    owners_at_peak,
-    played,
-)
+from holdfast.forecast.trace.events import Assumption, Trace, live_bytes, live_peak, owners_at_peak, played
 from holdfast.forecast.trace.recording import FORWARD, OPTIMIZER, Ledger, Ran, Recording, as_trace
 
 DESCRIBED = {"micro_batch_size": 2, "precision": "fp32", "route": "cpu"}
@@ -128,9 +121,7 @@ def test_who_owns_the_peak_is_said_largest_first() -> None:
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Every field of a trace comes back from its file, with its type."""
     trace = dataclasses.replace(
-        small_trace(),
-        assumptions=(Assumption(what="taken", line="a.py:1 in f"),),
-        blocks=("layers.0",),
+        small_trace(), assumptions=(Assumption(what="taken", line="a.py:1 in f"),), blocks=("layers.0",)
     )
     trace.save(tmp_path / "step")
     again = Trace.load(tmp_path / "step")

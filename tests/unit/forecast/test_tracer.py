@@ -18,15 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.kernels.scratch import Uncalibrated, scratch_of
-from holdfast.forecast.trace.events import (
-    DTYPES,
-    OWNERS,
-    PHASES,
-    Trace,
-    first_products,
-    live_peak,
-    owners_at_peak,
-)
+from holdfast.forecast.trace.events import DTYPES, OWNERS, PHASES, Trace, first_products, live_peak, owners_at_peak
 from holdfast.forecast.trace.tracer import Tracer
 
 CPU = torch.device("cpu")

@@ -18,13 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.unit.loader.samples import Samples, items
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler, get_worker_info
 
 from holdfast import DataLoader, LoaderError
 from holdfast.loader.order.orders import LengthBucketed

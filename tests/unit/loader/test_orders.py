@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.order.orders import (
-    LengthBucketed,
-    Order,
-    Sequential,
-    Shuffled,
-    permuted,
-)
+from holdfast.loader.order.orders import LengthBucketed, Order, Sequential, Shuffled, permuted
 from holdfast.loader.seeds import SampleSeeds, derive_seed, random_bits
 
 _LENGTHS = np.clip(np.random.default_rng(0).lognormal(1.6, 0.6, 20_000), 0.5, 17)  # speech, seconds

@@ -43,9 +43,7 @@ def _parts(batch: Any, micro_batch_size: int, split: Any = 0) -> list[Any]:
 def test_named_tuples_dataclasses_and_mappings_are_kept(x: torch.Tensor) -> None:
     """Structures with names come back as themselves, also frozen, nested and user-made ones."""
     batch = UserDict(
-        pair=Pair(x, torch.arange(5)),
-        utterances=Utterances(x, list("abcde")),
-        ordered=collections.OrderedDict(y=x),
+        pair=Pair(x, torch.arange(5)), utterances=Utterances(x, list("abcde")), ordered=collections.OrderedDict(y=x)
     )
     first, second = _parts(batch, 3)
     assert type(first) is UserDict

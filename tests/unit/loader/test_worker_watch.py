@@ -20,21 +20,8 @@ from tests.unit.loader.samples import Samples
 from holdfast import DataLoader
 from holdfast.loader.workers import pool as generation
 from holdfast.loader.workers import watch as worker_watch
-from holdfast.loader.workers.board import (
-    IDLE,
-    NUMBER,
-    PLACE,
-    PREPARING,
-    STARTING,
-    Board,
-    has_ended,
-)
-from holdfast.loader.workers.processes import (
-    Started,
-    WorkerLostError,
-    kill,
-    recording_context,
-)
+from holdfast.loader.workers.board import IDLE, NUMBER, PLACE, PREPARING, STARTING, Board, has_ended
+from holdfast.loader.workers.processes import Started, WorkerLostError, kill, recording_context
 from holdfast.loader.workers.watch import Watch
 
 _FORK = multiprocessing.get_context("fork")

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.report.made_runs import (
-    BEGAN,
-    GONE,
-    add_process,
-    happened,
-    make_run,
-    sample,
-    write_events,
-)
+from tests.unit.report.made_runs import BEGAN, GONE, add_process, happened, make_run, sample, write_events
 from typer.testing import CliRunner
 
 import holdfast

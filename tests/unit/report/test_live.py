@@ -40,13 +40,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.progress import Phase, read_board
 from holdfast.recorder.reader import read_steps
-from holdfast.recorder.run_files import (
-    BOARD_FILE,
-    PROCESSES_FOLDER,
-    SAMPLES_FILE,
-    SUPERVISOR_FOLDER,
-    VERDICT_FILE,
-)
+from holdfast.recorder.run_files import BOARD_FILE, PROCESSES_FOLDER, SAMPLES_FILE, SUPERVISOR_FOLDER, VERDICT_FILE
 from holdfast.report.live import draw, follow
 from holdfast.report.severity import in_words
 from holdfast.report.watching import Runs, Watched
