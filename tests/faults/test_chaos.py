@@ -446,6 +446,8 @@ _AGAIN = "for _ in range(2):\n        try:\n            model(torch.ones(3) * st
 _AGAIN += "break\n        except RuntimeError: pass"
 _BATCHES = "loaded = iter(torch.utils.data.DataLoader(range(8)))\n[next(loaded) for _ in range(first)]\nfor step"
 _MODEL = "model = torch.nn.Linear(3, 1)\nweight, first"
+_PAIR = "model = torch.nn.Linear(3, 1)\npair = torch.nn.ModuleList([model, torch.nn.Linear(3, 1)])"
+_AVERAGED = "optimizer.step()\n    pair[1].weight.data.lerp_(model.weight.data, 0.5)"
 _BUFFER = "buffer := __import__('io').BytesIO())"
 _WRITE = 'open("c.pt", "wb").write(buffer.getbuffer())'
 
@@ -520,6 +522,12 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
           ('load("c.pt")', 'load("c.pt", weights_only=False)\n    numpy.random.set_state(saved["n"])'),
           ("    optimizer.zero_grad()", "    kept.append(optimizer.zero_grad())")], "kill",
          ["another training"] * 3, "the model gets other inputs"),
+        # An average in one module with the weights, moved after the step, is compared where it is saved.
+        ([("weight, first", _PAIR + "\nweight, first"),
+          ("torch.nn.Parameter(torch.randn(3))", "model.weight"), ("optimizer.step()", _AVERAGED),
+          ('"step": s', '"mean": pair[1].weight.data, "step": s'),
+          ('saved["step"]', 'saved["step"]\n    pair[1].weight.data = saved["mean"]')],
+         "kill", ["exact"] * 3, "again"),
         # What a model computes only to act, as often as each start likes, is no part of a step.
         ([("(weight * step).square().sum()", "model(torch.ones(3) * step).sum()"), ("weight, first", _MODEL),
           ("torch.nn.Parameter(torch.randn(3))", "model.weight"),

@@ -34,7 +34,6 @@ _WORDS = {
     "buffers": "the buffers differ after it, although all that was seen before is the same",
 }
 """What is compared of a step, in the order of cause and effect."""
-_AFTER_RANDOM = ("inputs", "losses", *_STATE)
 _AT_START = {
     "buffers": "the buffers, such as statistics of BatchNorm, differ",
     "optimizer": "the state of the optimizer differs",
@@ -144,12 +143,14 @@ class Reference:
             effects = [each for each in effects if each not in self.unsteady]
             if not effects:  # random numbers may differ that nothing is made of
                 continue
+            if effects[0] == "parts":  # a consequence, if the first of them is another one
+                effects = [each for each in ("batch", "inputs") if step[each][:1] != expected[each][:1]] or effects
             theirs, causes = expected["random"], set[str]()
             differ = {name for name in theirs if step["random"].get(name) != theirs[name]}
             differ -= self.unsteady | restored
             if effects[0] == "batch" and index == place:  # any loader draws from torch's
-                causes = {name for name in differ & {"numpy", "python"} if self._is_drawn(name)}
-            elif effects[0] in _AFTER_RANDOM:
+                causes = differ & {"numpy", "python"}
+            elif effects[0] in ("inputs", "losses", *_STATE):
                 causes = differ & (self._drawn_before(index) | self._drawn_before(index + 1))
             if names := sorted(causes):
                 detail = f"the random state of {' and '.join(names)} differs"
@@ -157,9 +158,6 @@ class Reference:
                 return Difference(index + 1, "random", detail, names)
             return Difference(index + 1, effects[0], self._detail(effects[0], step, expected))
         return None
-
-    def _is_drawn(self, name: str) -> bool:
-        return len({step["random"].get(name) for step in self.steps}) > 1
 
     def _drawn_before(self, index: int) -> set[str]:
         """Return the random states that are drawn from between the model's call in a step and that before."""

@@ -91,6 +91,7 @@ class Inside:
     def __init__(self, folder: Path) -> None:
         self._folder, self._trace = folder, folder
         self._torch: Any = None
+        self._made: list[Any] = []  # optimizers, weak references
         self.fault = Injector(folder, self.write)
         self._roots = tuple(f"{each}/" for each in (folder, *self.fault.plan.get("inside", ())))
         self._begin()
@@ -233,6 +234,7 @@ class Inside:
         self._noted(self._watch_inputs, optimizer)
 
     def _watch_inputs(self, optimizer: Any) -> None:
+        self._made.append(weakref.ref(optimizer))
         for root in self._digests.roots(optimizer):
             if root not in self._hooked:
                 self._hook(root)
@@ -323,7 +325,10 @@ class Inside:
         if None in roots:
             roots = self._digests.roots(optimizer)
             self._held[id(optimizer)] = [weakref.ref(root) for root in roots]
+        groups = [group for made in self._made for group in getattr(made(), "param_groups", ())]
+        trained = {id(p) for group in groups for p in group["params"]}
         named = [(f"{number}.{name}", p) for number, root in enumerate(roots) for name, p in root.named_parameters()]
+        named = [(name, p) for name, p in named if id(p) in trained]  # an average beside them moves after the step
         named = named or [(f"{at:04}", p) for group in optimizer.param_groups for at, p in enumerate(group["params"])]
         some = [getattr(p, "_local_tensor", p).detach().reshape(-1)[:_SEEN_NUMBERS] for _, p in named[:8]]
         buffers = [
@@ -366,10 +371,9 @@ class Inside:
         parts = [part for call, part in self._parts.items() if call in self._used] or calls
         batches, inputs, states = zip(*parts, strict=True) if parts else ((), (), ({},))
         self.write(
-            "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(parts),
-            batch=batches, random=states[0], states=[state for *_, state in calls], inputs=inputs,
-            losses=self._losses, which=list(self._held).index(id(optimizer)), ranks=own_rank(),
-            **self._state(optimizer),
+            "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(parts), batch=batches,
+            random=states[0], states=[state for *_, state in calls], inputs=inputs, losses=self._losses,
+            which=list(self._held).index(id(optimizer)), ranks=own_rank(), **self._state(optimizer),
         )  # fmt: skip
         self._begin_step()
         self.fault.meet("after", self.steps)
