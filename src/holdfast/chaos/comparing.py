@@ -143,8 +143,8 @@ class Reference:
             effects = [each for each in effects if each not in self.unsteady]
             if not effects:  # random numbers may differ that nothing is made of
                 continue
-            if effects[0] == "parts":  # a consequence, if the first of them is another one
-                effects = [each for each in ("batch", "inputs") if step[each][:1] != expected[each][:1]] or effects
+            if effects[0] == "parts":  # a consequence, if the first is none of them
+                effects = [w for w in ("batch", "inputs") if not {*step[w][:1]} <= {*expected[w]}] or effects
             theirs, causes = expected["random"], set[str]()
             differ = {name for name in theirs if step["random"].get(name) != theirs[name]}
             differ -= self.unsteady | restored
