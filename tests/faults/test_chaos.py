@@ -137,6 +137,35 @@ def test_a_model_is_copied_and_pickled_as_without_us(origin):
     assert [(row.kind, row.result) for row in report.rows] == [("term", "exact"), *[("save", "exact")] * 2]
 
 
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [
+        ("", "steps made again"),
+        ("optimizer", "the state of the optimizer differs before its first step"),
+        ("seen", "the last save into last.pt differs in 'seen'"),
+    ],
+)
+def test_two_optimizers_and_gradients_asked_for(origin, planted, words):
+    """Faults in a backward pass come in `torch.autograd.grad` too; that the second optimizer begins anew is named."""
+    (origin / "train.py").write_text(
+        "import os, sys, torch\ntorch.manual_seed(0)\nmodels = [torch.nn.Linear(3, 1) for _ in range(2)]\n"
+        "optimizers = [torch.optim.Adam(model.parameters(), 0.1) for model in models]\nfirst = seen = 0\n"
+        "if os.path.exists('last.pt'):\n    first, *saved, kept = torch.load('last.pt').values()\n"
+        "    for each, state in zip(models + optimizers[:1 if 'optimizer' in sys.argv else 2], saved):\n"
+        "        each.load_state_dict(state)\n    seen = 0 if 'seen' in sys.argv else kept\n"
+        "for step in range(first, 6):\n    for model, optimizer in zip(models, optimizers):\n"
+        "        loss = model(torch.ones(2, 3) * (step + 1)).square().mean()\n"
+        "        for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters())):\n"
+        "            p.grad = gradient\n        optimizer.step()\n    seen += 2\n"
+        "    states = [each.state_dict() for each in models + optimizers]\n"
+        "    torch.save(dict(zip('abcdef', [step + 1, *states])) | {'seen': seen}, 'new.pt')\n"
+        "    os.replace('new.pt', 'last.pt')\n"
+    )
+    report = tried([sys.executable, "train.py", planted], origin, *(("term",) if planted else ("term", "memory")))
+    assert {row.result for row in report.rows} == {"another training" if planted else "exact"}
+    assert all(words in row.detail for row in report.rows)
+
+
 @pytest.mark.parametrize("planted", [False, True])
 def test_each_rank_is_compared_with_itself(origin, planted):
     """A rank that is killed is started again with the others; what only another rank does wrong is found."""

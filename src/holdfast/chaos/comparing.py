@@ -25,11 +25,11 @@ _STATE = ("weights", "buffers")
 _WORDS = {
     "settings": "the learning rate or another setting of the optimizer differs",
     "scale": "the loss scale of the gradient scaler differs",
-    "parts": "the step is made of another number of batches",
+    "parts": "the step is made of another number of batches (calls of the model)",
     "batch": "the loader gives another batch",
     "random": "the random state differs",
     "inputs": "the model gets other inputs",
-    "losses": "the loss differs",
+    "losses": "the loss differs, with the same weights and inputs",
     "weights": "the weights differ after it, although all that was seen before is the same",
     "buffers": "the buffers differ after it, although all that was seen before is the same",
 }
@@ -77,7 +77,7 @@ class Reference:
         self.segments, self.unsteady = segments, set(unsteady)
         self.steps: list[Line] = []
         self.trainings = [0]
-        saved: dict[int, Line] = {}
+        self._saved = saved = dict[int, Line]()  # the last save after so many steps
         for part in (part for segment in segments for part in _trainings(segment)):
             saved |= {len(self.steps) + line["step"]: line for line in part.lines if line["kind"] == "save"}
             self.steps += part.steps
@@ -143,6 +143,9 @@ class Reference:
             effects = [each for each in effects if each not in self.unsteady]
             if not effects:  # random numbers may differ that nothing is made of
                 continue
+            held = self._optimizer_saved(place, expected) if step["before"] else None
+            if effects[0] == "weights" and held and held != step["before"]["optimizer"]:  # another than the first
+                return Difference(index + 1, "optimizer", f"{_AT_START['optimizer']} before its first step")
             if effects[0] == "parts":  # a consequence, if the first is none of them
                 effects = [w for w in ("batch", "inputs") if not {*step[w][:1]} <= {*expected[w]}] or effects
             theirs, causes = expected["random"], set[str]()
@@ -153,11 +156,16 @@ class Reference:
             elif effects[0] in ("inputs", "losses", *_STATE):
                 causes = differ & (self._drawn_before(index) | self._drawn_before(index + 1))
             if names := sorted(causes):
-                detail = f"the random state of {' and '.join(names)} differs"
-                detail += ", and with it the batch" if effects[0] == "batch" else ""
+                how = ", and with it the batch" if effects[0] == "batch" else ", or more is drawn from it"
+                detail = f"the random state of {' and '.join(names)} differs{how}"
                 return Difference(index + 1, "random", detail, names)
             return Difference(index + 1, effects[0], self._detail(effects[0], step, expected))
         return None
+
+    def _optimizer_saved(self, place: int, step: Line) -> str | None:
+        """Return the state, in the save after `place` steps, of the optimizer that makes a step."""
+        held = self._saved[place]["optimizers"] if place in self._saved else []
+        return held[step["which"]] if step["which"] < len(held) else None
 
     def _drawn_before(self, index: int) -> set[str]:
         """Return the random states that are drawn from between the model's call in a step and that before."""
@@ -219,11 +227,15 @@ def _alike(step: Line, other: Line) -> bool:
 def _last_saves(segments: Sequence[Segment]) -> dict[str, dict[str, str]]:
     """Return the entries of the last save into each file, by its name, the newest save last."""
     found: dict[str, dict[str, str]] = {}
-    lines = (line for segment in segments for line in segment.lines)
-    for line in (each for each in lines if each["kind"] == "save" and each["entries"]):
-        name = str(line["path"] or "").rpartition("/")[2]
-        found.pop(name, None)
-        found[name] = line["entries"]
+    newest, before = None, ""
+    for line in (line for segment in segments for line in segment.lines):
+        name = str(line.get("path") or "").rpartition("/")[2]
+        if line["kind"] == "save" and line["entries"]:
+            found.pop(name, None)
+            found[name] = line["entries"]
+            newest, before = (line["path"], line["step"]), name
+        elif line["kind"] == "moved" and (line["source"], line["step"]) == newest:  # written as another, then renamed
+            found[name], newest = found.pop(before), None
     return found
 
 

@@ -175,9 +175,9 @@ class Inside:
         for path in paths:
             if isinstance(path, (str, bytes, os.PathLike)) and not (event == "os.mkdir" and os.path.isdir(path)):  # noqa: PTH112
                 self._noted(self._wrote, os.fsdecode(path))
-        if event == "os.rename" and os.path.realpath(paths[0]) in self._saved_to:
+        if event == "os.rename" and (source := os.path.realpath(paths[0])) in self._saved_to:
             self._saved_to.add(to := os.path.realpath(paths[1]))
-            self._noted(partial(self.write, "moved", path=to))
+            self._noted(partial(self.write, "moved", path=to, source=source))
 
     def _reads(self, path: Any) -> None:
         """Note a file that is newer than the trial, once, before the first step: the training has made it."""
@@ -200,7 +200,7 @@ class Inside:
         self._hooked: Any = weakref.WeakKeyDictionary()  # handles of the hooks of models
         acts: dict[str, Callable[[Any], None]] = {
             "torch.optim.optimizer": self._on_optimizers,
-            "torch.autograd": lambda module: self._wrap(module, "backward", self._backward),
+            "torch.autograd": self._on_autograd,
             "torch.amp.grad_scaler": lambda module: self._wrap(module.GradScaler, "step", self._scaler_step),
             "torch.nn.modules.module": lambda module: self._wrap(module.Module, "eval", self._eval),
             "torch.utils.data.dataloader": lambda mod: self._wrap(mod._BaseDataLoaderIter, "__next__", self._next),
@@ -223,6 +223,10 @@ class Inside:
         self._wrap(module, function, self._save)
         if module.__name__ == "torch.serialization":
             self._torch.save = module.save
+
+    def _on_autograd(self, module: Any) -> None:
+        self._wrap(module, "backward", self._backward)
+        self._wrap(module, "grad", self._grad)
 
     def _on_optimizers(self, module: Any) -> None:
         self._wrap(module.Optimizer, "__init__", self._make_optimizer)
@@ -296,6 +300,11 @@ class Inside:
             self._in_backward = False
         self._used |= used
         return result
+
+    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._in_backward:
+            self.fault.meet("backward", self.steps)
+        return original(*args, **kwargs)
 
     def _backward_begins(self, given: Any) -> set[int]:
         """Note a loss; return the calls of models that it was made of."""
