@@ -103,7 +103,7 @@ class Reference:
         """Return after how many steps a segment goes on, and what its weights differ in, if they do."""
         first, count = segment.steps[0], len(self.steps)
         start = first["before"] or {}
-        same = [at for at, state in enumerate(self._states) if state.get("weights") == start.get("weights")]
+        same = [at for at, state in enumerate(self._states) if {*_weights(state)} & {*_weights(start)}]
         if same := [at for at in same if at < count] or same:
             return max(same, key=lambda at: (*self._alike(at, first, start), at <= reached, at)), None
         far, place = min((_distance(state, start), at) for at, state in enumerate(self._states[:count]))
@@ -128,8 +128,13 @@ class Reference:
 
     def first_difference(self, segment: Segment, place: int) -> Difference | None:
         """Return the first step in which a segment that goes on after `place` steps is another one."""
-        for what in self._known_to_differ(place, segment.steps[0]["before"] or {}):
-            return Difference(place + 1, what, f"{_AT_START[what]} at the start of the attempt")
+        start = segment.steps[0]["before"] or {}
+        for what in self._known_to_differ(place, start):
+            detail = f"{_AT_START[what]} at the start of the attempt"
+            states = [] if what != "optimizer" else [each.get(what) for each in self._states]
+            if at := states.index(start[what]) if start[what] in states else 0:  # at 0 it is new
+                detail = f"weights of step {place}, but the state of the optimizer is that saved after step {at}"
+            return Difference(place + 1, what, detail)
         _, end = self.training_of(place)
         restored: set[str] = set()  # random states that were those of the undisturbed run at a call of a model
         for index, step in enumerate(segment.steps, place):
@@ -143,17 +148,16 @@ class Reference:
             effects = [each for each in effects if each not in self.unsteady]
             if not effects:  # random numbers may differ that nothing is made of
                 continue
-            held = self._optimizer_saved(place, expected) if step["before"] else None
-            if effects[0] == "weights" and held and held != step["before"]["optimizer"]:  # another than the first
-                return Difference(index + 1, "optimizer", f"{_AT_START['optimizer']} before its first step")
             if effects[0] == "parts":  # a consequence, if the first is none of them
                 effects = [w for w in ("batch", "inputs") if not {*step[w][:1]} <= {*expected[w]}] or effects
+            if effects[0] in ("parts", "inputs", "losses", *_STATE) and (lost := self._lost_beside(segment, place)):
+                return replace(lost, step=index + 1)
             theirs, causes = expected["random"], set[str]()
             differ = {name for name in theirs if step["random"].get(name) != theirs[name]}
             differ -= self.unsteady | restored
             if effects[0] == "batch" and index == place:  # any loader draws from torch's
                 causes = differ & {"numpy", "python"}
-            elif effects[0] in ("inputs", "losses", *_STATE):
+            elif effects[0] in ("parts", "inputs", "losses", *_STATE):
                 causes = differ & (self._drawn_before(index) | self._drawn_before(index + 1))
             if names := sorted(causes):
                 how = ", and with it the batch" if effects[0] == "batch" else ", or more is drawn from it"
@@ -162,10 +166,20 @@ class Reference:
             return Difference(index + 1, effects[0], self._detail(effects[0], step, expected))
         return None
 
-    def _optimizer_saved(self, place: int, step: Line) -> str | None:
-        """Return the state, in the save after `place` steps, of the optimizer that makes a step."""
-        held = self._saved[place]["optimizers"] if place in self._saved else []
-        return held[step["which"]] if step["which"] < len(held) else None
+    def _lost_beside(self, segment: Segment, place: int) -> Difference | None:
+        """Return in what an optimizer that does not step first goes on with another state than was saved."""
+        states = self._saved[place]["states"] if place in self._saved else []
+        steps = zip(segment.steps[1:], self.steps[place + 1 :], strict=False)
+        for index, (step, expected) in enumerate(steps, place + 1):
+            which, start = expected["which"], step["before"]
+            if start and step["holds"] == expected["holds"] and which < len(states):
+                before = {each["weights"] for each in self.steps[:place] if each["which"] == which}
+                differ = {what for what, digest in states[which].items() if start[what] not in (digest, *before)}
+                if what := next(iter(differ & {"weights"} or differ & {"optimizer"}), ""):
+                    words = "numbers in the state of the optimizer" if what == "optimizer" else "the weights"
+                    detail = f"{words} that step {index + 1} goes on with differ at the start of the attempt"
+                    return Difference(index + 1, what, detail)
+        return None
 
     def _drawn_before(self, index: int) -> set[str]:
         """Return the random states that are drawn from between the model's call in a step and that before."""
@@ -202,7 +216,7 @@ class Reference:
             if other is None:
                 continue
             for key, value in entries.items():
-                if key not in self.unsteady and not _may_differ(key) and other.get(key) != value:
+                if key not in self.unsteady and "holdfast.guard.counters" not in key and other.get(key) != value:
                     given = other.get(key, "nothing")
                     short = f": {given} instead of {value}" if len(value) != 16 or _is_text(value) else ""
                     where = f"all steps are the same, but the last save into {name} differs in {key!r}{short}"
@@ -214,6 +228,10 @@ def _distance(state: Line, other: Line) -> float:
     ours, theirs = state.get("numbers", []), other.get("numbers", [])
     far = math.dist(ours, theirs) / (math.hypot(*ours) or 1.0) if ours and len(ours) == len(theirs) else math.inf
     return math.inf if math.isnan(far) else far
+
+
+def _weights(state: Line) -> list[str]:
+    return [state[name] for name in ("weights", "frozen") if state.get(name)]
 
 
 def _states(step: Line) -> set[tuple[str, str]]:
@@ -244,11 +262,6 @@ def _is_text(*values: str) -> bool:
     return all(value[:1] in ("'", '"') or value in ("True", "False") for value in values)
 
 
-def _may_differ(key: str) -> bool:
-    """Return whether a saved entry is random state, or a guard's count of how often it was resumed, and no result."""
-    return any(word in key.lower() for word in ("rng", "random", "generator", "holdfast.guard.counters"))
-
-
 def state_before(steps: Sequence[Line], index: int, saved: Line | None) -> Line:
     """Return the digests of the state before a step: of the weights that it holds, and of what is known of the rest.
 
@@ -265,8 +278,9 @@ def state_before(steps: Sequence[Line], index: int, saved: Line | None) -> Line:
     state = {**newest, "optimizer": None}
     if newest is not before[-1]:
         state["buffers"] = []
-    if saved is not None and len(saved["optimizers"]) > step["which"]:
-        state |= {"optimizer": saved["optimizers"][step["which"]], "buffers": saved["buffers"][step["which"]]}
+    if saved is not None and len(saved["states"]) > step["which"]:
+        held = saved["states"][step["which"]]
+        state |= {"optimizer": held.get("optimizer"), "buffers": held.get("buffers", [])}
     return state
 
 

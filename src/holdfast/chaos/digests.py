@@ -138,6 +138,8 @@ class Digests:
         return found
 
     def _add_entries(self, found: dict[str, str], path: str, value: Any, depth: int) -> None:
+        if self._is_random(path.lower(), value):  # numbers may differ in it that nothing is made of
+            return
         fields = vars(value) if isinstance(value, (Namespace, SimpleNamespace)) else value
         if isinstance(value, Namespace):  # a number that was asked for, such as the first epoch, is no state
             fields = {key: str(each) if isinstance(each, (int, float)) else each for key, each in fields.items()}
@@ -149,6 +151,13 @@ class Digests:
             found[path] = repr(value) if len(value) <= _SHORT else f"{value[:_SHORT]!r} {self.tree(value)}"
         else:
             found[path] = repr(value) if isinstance(value, (int, float, bool, type(None))) else self.tree(value)
+
+    def _is_random(self, path: str, value: Any) -> bool:
+        """Return whether a random state is saved, by its name; a model of that name has weights, a count is plain."""
+        is_plain = isinstance(value, (str, int, float, bool, type(None)))
+        name = path.rpartition(".")[0] if is_plain else path
+        named = any(word in name for word in ("rng", "random", "generator"))
+        return named and not any(each.is_floating_point() for each in self.tensors_of(value))
 
     def roots(self, optimizer: Any) -> list[Any]:
         """Return the outermost modules that hold a parameter of an optimizer, in an order that does not change."""

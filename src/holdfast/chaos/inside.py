@@ -339,12 +339,14 @@ class Inside:
         named = [(f"{number}.{name}", p) for number, root in enumerate(roots) for name, p in root.named_parameters()]
         named = [(name, p) for name, p in named if id(p) in trained]  # an average beside them moves after the step
         named = named or [(f"{at:04}", p) for group in optimizer.param_groups for at, p in enumerate(group["params"])]
-        some = [getattr(p, "_local_tensor", p).detach().reshape(-1)[:_SEEN_NUMBERS] for _, p in named[:8]]
+        moved = [pair for pair in named if pair[1].requires_grad] or named  # an average may move before the step too
+        some = [getattr(p, "_local_tensor", p).detach().reshape(-1)[:_SEEN_NUMBERS] for _, p in moved[:8]]
         buffers = [
             self._digests.tensors(root.named_buffers()) if first is None else first.get(id(root)) for root in roots
         ]
         return {
-            "weights": self._digests.tensors(named),
+            "weights": self._digests.tensors(moved),
+            "frozen": self._digests.tensors(named) if len(moved) < len(named) else "",  # and all others
             "buffers": buffers,
             "numbers": [number for each in some for number in each.double().tolist()],
             "holds": f"{[type(root).__name__ for root in roots]} {len(named)}",
@@ -399,7 +401,7 @@ class Inside:
         return original(module)
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._saving or not self.steps:
+        if self._saving or not self.steps or self._torch.is_storage((*args, *kwargs.values())[0]):  # it is pickled
             return original(*args, **kwargs)
         self._saving = True
         self._saves += 1
@@ -433,8 +435,10 @@ class Inside:
             sizes = [each.stat().st_size for each in (Path(path), *Path(path).rglob("*")) if each.is_file()]
             size = max(sizes, default=size)
         optimizers = [] if aside else [ref() for ref in self._optimizers]  # they may have stepped since
-        held = [None if each is None else self._digests.optimizer(each) for each in optimizers]
-        buffers = [[] if each is None else self._state(each)["buffers"] for each in optimizers]
-        self.write("save", path=path, aside=aside, entries=entries, bytes=size, optimizers=held, buffers=buffers)
+        states = [
+            {**self._state(each), "optimizer": self._digests.optimizer(each)} if each else {} for each in optimizers
+        ]
+        states = [{what: state[what] for what in ("weights", "buffers", "optimizer") if state} for state in states]
+        self.write("save", path=path, aside=aside, entries=entries, bytes=size, states=states)
         if path is not None:
             self._wrote(path)

@@ -185,7 +185,7 @@ class Campaign:
         faults = [each for each in self._faults(reference) if not self._only or each.kind in self._only]
         starts = 2 + sum(1 + max(1, len(each.then)) for each in faults)  # mostly
         minutes = starts * first.last.seconds / 60 + 1
-        need = f"{len(faults)} faults need about {minutes:.0f} min (--budget {minutes:.0f}m)"
+        need = f"{len(faults)} faults need about {minutes:.0f} min"
         self._say(f"one start takes {first.last.seconds:.0f} s; {need}")
         numbers = [sum(other.kind == each.kind for other in faults[:at]) for at, each in enumerate(faults)]
         faults = [faults[at] for at in sorted(range(len(faults)), key=numbers.__getitem__)]  # first one of each kind
@@ -201,7 +201,7 @@ class Campaign:
         if failed := {first.last.failed, *(row.failed for row in report.rows)} - {""}:
             report.remarks.append(f"what observes the training has failed, please report it: {min(failed)}")
         if any(row.detail == "no time" for row in report.rows):
-            report.remarks.append(need)
+            report.remarks.append(f"{need}: give a larger --budget")
         report.seconds, report.seconds_of_runs = time.monotonic() - self._began, self._ran
         return report
 
@@ -224,8 +224,11 @@ class Campaign:
                 rank = self._chance.randrange(1, segment.ranks)
                 found.append(_at_step("rank", f"rank {rank} {words} in", "backward", step(), act, rank=rank))
         found.append(_at_step("memory", "out of memory in", "backward", step(), "memory"))
-        loads = any(any(each["batch"]) for each in segment.steps)
-        found.append(_at_step("nan", "a NaN in the batch of", "loader" if loads else "forward", step(), "nan"))
+        seen, at = [what for what in ("batch", "inputs") if any(any(each[what]) for each in segment.steps)], step()
+        if seen:
+            found.append(
+                _at_step("nan", "a NaN in the batch of", "loader" if "batch" in seen else "forward", at, "nan")
+            )
         if evaluations := sum(line["kind"] == "eval" for line in lines):
             number = self._chance.randint((evaluations + 1) // 2, evaluations)
             found.append(_fault("eval", f"SIGKILL in evaluation {number}", "eval", number, "SIGKILL"))
@@ -245,11 +248,16 @@ class Campaign:
 
     def _in_saves(self, saves: list[Line], after: int, step: int) -> list[Fault]:
         number, size = self._chance.randint(min(2, len(saves)), len(saves)), max(line["bytes"] for line in saves)
-        which = f"save {number} (step {saves[number - 1]['step']})"
+        step_of = saves[number - 1]["step"]
+        same = [at for at, line in enumerate(saves, 1) if line["step"] == step_of]  # files of one checkpoint?
+        which = f"save {number} (step {step_of})"
         found = [_fault("save", f"SIGKILL after writing in {which}", "save ends", number, "SIGKILL")]
         if size:
-            cut, full = f"killed half-way through the file of {which}", "no room for more than half of a checkpoint"
-            found.append(_fault("save", cut, "save begins", number, "cut write", bytes=size // 2))
+            full = "no room for more than half of a checkpoint"
+            for each in sorted({same[0], same[-1]}):
+                half = saves[each - 1]["bytes"] // 2
+                cut = f"killed half-way through the file of save {each} (step {step_of})"
+                found.append(_fault("save", cut, "save begins", each, "cut write", bytes=half))
             half = {"bytes": size // 2, "errno": errno.ENOSPC}
             found.append(_fault("disk", f"{full} after step {after}", "after", after, "disk", **half))
             full = f"a write fails (EIO) half-way in {which}"
@@ -305,7 +313,7 @@ class Campaign:
     def _names(self, files: set[Path]) -> dict[str, str]:
         """Return names of files without what is chance or changes with step and time, and as they are."""
         names = [str(each).removeprefix(f"{self._place.scratch}/").removeprefix("work/") for each in files]
-        names = [re.sub(r"tmp[a-z0-9_]{8}", "tmp*", name) for name in names]  # those of `tempfile`
+        names = [re.sub(r"(tmp|pymp-|listener-)[a-z0-9_]{8}", r"\1*", name) for name in names]  # those of `tempfile`
         return {_alike(name): name for name in names}
 
     def _row(
@@ -338,8 +346,8 @@ class Campaign:
         if row.passed and self._is_unread(trial):
             others = ", ".join(sorted({each.name for each in trial.read})[:3])
             row.result, row.detail = "did not occur", f"no restart reads such a file, but {others}"
-        done = "was not read" if fault.kind == "io" else "was damaged"
-        row.detail += f" ({trial.damaged.name} {done})" if trial.damaged else ""
+        done = "a read of {} failed" if fault.kind == "io" else "{} was damaged"
+        row.detail += f" ({done.format(trial.damaged.name)})" if trial.damaged else ""
         return row
 
 
@@ -359,7 +367,7 @@ def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Differe
     last, again = trial.last, f"{comparison.steps_again} steps made again" if unsteady is None else ""
     if not trial.attempts[0].lines("fault"):
         status = trial.attempts[0].status
-        return "did not occur", f"the training ended before{f', with {_status(status)}' * bool(status)}"
+        return "did not occur", f"its moment never came{f', it ended with {_status(status)}' * bool(status)}"
     if fault.between is not None and trial.damaged is None:
         return "did not occur", "no checkpoint was found"
     if (fault.between is not None or fault.then) and len(trial.attempts) == 1:
@@ -370,7 +378,9 @@ def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Differe
         return "did not occur", next(iter(missed), "no such read or write was seen")
     if last.hung or last.status:
         how = "it stood still and was killed" if last.hung else f"it ended with {_status(last.status)}"
-        said = " ".join(last.output.strip().splitlines()[-1:])[:200]
+        lines = [line for line in last.output.splitlines() if re.search(r"\w", line)]
+        errors = [line for line in lines if re.search(r"\w(Error|Exception)\b: \S", line)]  # before a launcher's own
+        said = " ".join((errors or lines)[-1:]).strip()[:200]
         return ("hangs" if last.hung else "does not survive"), f"start {len(trial.attempts)}: {how}; {said}"
     if any(attempt.hung for attempt in trial.attempts):
         return "hangs", f"it stood still and had to be killed; then {again}"

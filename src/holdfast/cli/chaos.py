@@ -35,7 +35,7 @@ def run(
     ] = None,
     only: Annotated[str, typer.Option(metavar="KINDS", help=f"Kinds of faults, of {','.join(KINDS)}.")] = "",
     seed: Annotated[int, typer.Option(help="Decides the steps and bits of the faults.")] = 0,
-    budget: Annotated[str, typer.Option(help="After which no fault is begun, such as 90s, 10m, 2h.")] = "10m",
+    budget: Annotated[str, typer.Option(help="After which all of it ends, such as 90s, 10m, 2h.")] = "10m",
     restarts: Annotated[int, typer.Option(min=1, help="How often the command is started again, per fault.")] = 3,
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page for people there.")] = None,
     as_json: Json = False,
