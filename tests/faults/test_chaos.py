@@ -153,6 +153,8 @@ if os.path.exists("last.pt"):
     if sys.argv[1] != "random":
         torch.set_rng_state(random)
 for step in range(first, 7):
+    with torch.no_grad():
+        models[0].weight.clamp_(-1, 1)  # as a critic's of WGAN
     for model, optimizer in zip(models, optimizers):
         models[0].average += models[0].bias.detach()
         calls = range(int(torch.randint(2, 6, ())))

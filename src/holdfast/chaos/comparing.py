@@ -103,7 +103,8 @@ class Reference:
         """Return after how many steps a segment goes on, and what its weights differ in, if they do."""
         first, count = segment.steps[0], len(self.steps)
         start = first["before"] or {}
-        same = [at for at, state in enumerate(self._states) if {*_weights(state)} & {*_weights(start)}]
+        known = [(state.get("weights"), state["begins"]) for state in self._states]  # weights may move between steps
+        same = [at for at, digests in enumerate(known) if start.get("weights") in digests]
         if same := [at for at in same if at < count] or same:
             return max(same, key=lambda at: (*self._alike(at, first, start), at <= reached, at)), None
         far, place = min((_distance(state, start), at) for at, state in enumerate(self._states[:count]))
@@ -173,7 +174,10 @@ class Reference:
         for index, (step, expected) in enumerate(steps, place + 1):
             which, start = expected["which"], step["before"]
             if start and step["holds"] == expected["holds"] and which < len(states):
-                before = {each["weights"] for each in self.steps[:place] if each["which"] == which}
+                before = {
+                    expected["begins"],
+                    *(each["weights"] for each in self.steps[:place] if each["which"] == which),
+                }
                 differ = {what for what, digest in states[which].items() if start[what] not in (digest, *before)}
                 if what := next(iter(differ & {"weights"} or differ & {"optimizer"}), ""):
                     words = "numbers in the state of the optimizer" if what == "optimizer" else "the weights"
@@ -230,10 +234,6 @@ def _distance(state: Line, other: Line) -> float:
     return math.inf if math.isnan(far) else far
 
 
-def _weights(state: Line) -> list[str]:
-    return [state[name] for name in ("weights", "frozen") if state.get(name)]
-
-
 def _states(step: Line) -> set[tuple[str, str]]:
     return {each for state in step["states"] for each in state.items()}
 
@@ -271,11 +271,11 @@ def state_before(steps: Sequence[Line], index: int, saved: Line | None) -> Line:
     """
     step, before = steps[min(index, len(steps) - 1)], steps[:index]
     if index < len(steps) and step["before"]:
-        return dict(step["before"])
+        return {**step["before"], "begins": step["begins"]}
     alike = [each for each in reversed(before) if each["holds"] == step["holds"]]
     same = (each for each in alike if each["roots"] == step["roots"])  # none if they are wrapped anew
     newest: Line = next(same, alike[0] if alike else {})
-    state = {**newest, "optimizer": None}
+    state = {**newest, "optimizer": None, "begins": step["begins"] if index < len(steps) else None}
     if newest is not before[-1]:
         state["buffers"] = []
     if saved is not None and len(saved["states"]) > step["which"]:

@@ -328,8 +328,8 @@ class Inside:
         self._scale = self._noted(scaler.get_scale)
         return original(scaler, *args, **kwargs)
 
-    def _state(self, optimizer: Any, first: dict[int, str] | None = None) -> dict[str, Any]:
-        """Return digests of what an optimizer trains; `first` are those of buffers before anything was computed."""
+    def _trained(self, optimizer: Any) -> tuple[list[Any], list[tuple[str, Any]]]:
+        """Return the models whose weights an optimizer trains, and these weights."""
         roots = [root() for root in self._held.get(id(optimizer), [lambda: None])]
         if None in roots:
             roots = self._digests.roots(optimizer)
@@ -338,15 +338,18 @@ class Inside:
         trained = {id(p) for group in groups for p in group["params"]}
         named = [(f"{number}.{name}", p) for number, root in enumerate(roots) for name, p in root.named_parameters()]
         named = [(name, p) for name, p in named if id(p) in trained]  # an average beside them moves after the step
-        named = named or [(f"{at:04}", p) for group in optimizer.param_groups for at, p in enumerate(group["params"])]
-        moved = [pair for pair in named if pair[1].requires_grad] or named  # an average may move before the step too
-        some = [getattr(p, "_local_tensor", p).detach().reshape(-1)[:_SEEN_NUMBERS] for _, p in moved[:8]]
+        groups = optimizer.param_groups
+        return roots, named or [(f"{at:04}", p) for group in groups for at, p in enumerate(group["params"])]
+
+    def _state(self, optimizer: Any, first: dict[int, str] | None = None) -> dict[str, Any]:
+        """Return digests of what an optimizer trains; `first` are those of buffers before anything was computed."""
+        roots, named = self._trained(optimizer)
+        some = [getattr(p, "_local_tensor", p).detach().reshape(-1)[:_SEEN_NUMBERS] for _, p in named[:8]]
         buffers = [
             self._digests.tensors(root.named_buffers()) if first is None else first.get(id(root)) for root in roots
         ]
         return {
-            "weights": self._digests.tensors(moved),
-            "frozen": self._digests.tensors(named) if len(moved) < len(named) else "",  # and all others
+            "weights": self._digests.tensors(named),
             "buffers": buffers,
             "numbers": [number for each in some for number in each.double().tolist()],
             "holds": f"{[type(root).__name__ for root in roots]} {len(named)}",
@@ -367,8 +370,9 @@ class Inside:
         if self._skips:
             return
         self.fault.meet("before", self.steps)
-        self._before = None
-        if id(optimizer) not in self._held:
+        self._before, is_first = None, id(optimizer) not in self._held
+        self._begins = self._digests.tensors(self._trained(optimizer)[1])  # weights may move between steps too
+        if is_first:
             self._before = {**self._state(optimizer, self._first), "optimizer": self._digests.optimizer(optimizer)}
             self._optimizers.append(weakref.ref(optimizer))
         groups = optimizer.param_groups
@@ -382,9 +386,10 @@ class Inside:
         parts = [part for call, part in self._parts.items() if call in self._used] or calls
         batches, inputs, states = zip(*parts, strict=True) if parts else ((), (), ({},))
         self.write(
-            "step", before=self._before, settings=self._hyper, scale=self._scale, parts=len(parts), batch=batches,
-            random=states[0], states=[state for *_, state in calls], inputs=inputs, losses=self._losses,
-            which=list(self._held).index(id(optimizer)), ranks=own_rank(), **self._state(optimizer),
+            "step", before=self._before, begins=self._begins, settings=self._hyper, scale=self._scale,
+            parts=len(parts), batch=batches, random=states[0], states=[state for *_, state in calls], inputs=inputs,
+            losses=self._losses, which=list(self._held).index(id(optimizer)), ranks=own_rank(),
+            **self._state(optimizer),
         )  # fmt: skip
         self._begin_step()
         self.fault.meet("after", self.steps)

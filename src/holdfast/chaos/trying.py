@@ -381,7 +381,9 @@ def _judge(fault: Fault, trial: Trial, comparison: Comparison, unsteady: Differe
         lines = [line for line in last.output.splitlines() if re.search(r"\w", line)]
         errors = [line for line in lines if re.search(r"\w(Error|Exception)\b: \S", line)]  # before a launcher's own
         said = " ".join((errors or lines)[-1:]).strip()[:200]
-        return ("hangs" if last.hung else "does not survive"), f"start {len(trial.attempts)}: {how}; {said}"
+        return ("hangs" if last.hung else "does not survive"), f"start {len(trial.attempts)}: {how}; {said}".strip(
+            "; "
+        )
     if any(attempt.hung for attempt in trial.attempts):
         return "hangs", f"it stood still and had to be killed; then {again}"
     if not comparison.finite:
