@@ -141,9 +141,7 @@ class Reference:
         for index, step in enumerate(segment.steps, place):
             if index >= end:
                 return Difference(index + 1, "end", f"the undisturbed run had ended after {end} steps")
-            expected = self.steps[index]
-            if index == place and _is_rest(step, expected):
-                continue
+            expected = self.steps[index] if index > place else _rest_of(self.steps[index], step)
             restored |= {name for name, _ in _states(step) & _states(expected)}
             effects = [each for each in _WORDS if each != "random" and step[each] != expected[each]]
             effects = [each for each in effects if each not in self.unsteady]
@@ -284,11 +282,13 @@ def state_before(steps: Sequence[Line], index: int, saved: Line | None) -> Line:
     return state
 
 
-def _is_rest(step: Line, expected: Line) -> bool:
-    """Return whether a step was begun before the attempt, with batches that left nothing: those of skipped steps."""
+def _rest_of(expected: Line, step: Line) -> Line:
+    """Return what of a step is left to one that was begun before the attempt, if that makes its last calls."""
     count = len(step["inputs"])
-    same = all(step[name] == expected[name] for name in _STATE) and step["parts"] < expected["parts"]
-    return same and all(step[name] == expected[name][-count:] for name in ("batch", "inputs"))
+    rest = {name: expected[name][-count:] for name in ("batch", "inputs", "losses", "states")}
+    if not 0 < count < len(expected["inputs"]) or any(rest[name] != step[name] for name in ("batch", "inputs")):
+        return expected
+    return {**expected, **rest, "parts": count, "random": rest["states"][0]}
 
 
 def _trainings(segment: Segment) -> list[Segment]:
@@ -359,8 +359,9 @@ def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool
                     whole.setdefault(after, set()).add(entries)
         for step in again:
             del kept[step]
-        rest = place < len(expected) and _is_rest(part.steps[0], expected[place])
-        kept |= enumerate([expected[place] if rest else part.steps[0], *part.steps[1:]], place)
+        first = [expected[place]] if place < len(expected) else []  # as a whole, where only the rest of it was made
+        first = first if first and _rest_of(first[0], part.steps[0]) is not first[0] else part.steps[:1]
+        kept |= enumerate([*first, *part.steps[1:]], place)
     differs = any(each.what != "older" for each in found.differences)
     missing = sorted(set(range(len(expected))) ^ kept.keys())
     if not differs and missing:

@@ -179,7 +179,8 @@ def _print_plan(plan: DevicePlan) -> None:
     if row is None:
         typer.echo(_what_is_missing(plan) + "\n")
         return
-    typer.echo(f"Take on {row.device}: {_what_to_take(row)}\n  {_to_paste(row)}")
+    policy = ", ".join(f"{name}={value!r}" for name, value in row.policy().items())
+    typer.echo(f"Take on {row.device}: {_what_to_take(row)}\n  Policy({policy})")
     for text in (_margin_of(plan), "" if plan.verification is None else _verified(plan.verification)):
         if text:
             typer.echo(f"  {text}")
@@ -340,11 +341,6 @@ def _what_to_take(row: Row) -> str:
     """Return the recommended plan in words."""
     samples = "sample" if row.micro_batch_size == 1 else "samples"
     return f"{_named(row)}, micro-batches of {row.micro_batch_size} {samples}: {_gib(row.process_bytes)}"
-
-
-def _to_paste(row: Row) -> str:
-    """Return the policy that carries a plan out."""
-    return f"Policy({', '.join(f'{name}={value!r}' for name, value in row.policy().items())})"
 
 
 def _verified(found: Verification) -> str:

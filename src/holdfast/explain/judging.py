@@ -142,7 +142,8 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
     began = end.hang.unix_seconds if end.hang is not None else end.asked
     if began is not None and end.cause is not None and not _failed_before(root, began):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
-    if _killed_for_memory(facts, end) and (root is None or root.tier >= 2 or _says_lost(root)):
+    for_memory = bool(kills_counted(facts.endings)) and not end.well and end.status is not None
+    if for_memory and (root is None or root.tier >= 2 or _says_lost(root)):
         return _Chosen(signature=known[endings.OUT_OF_MEMORY_KILL], confidence=0.93, candidate=root or cascade)
     detailed = _explaining(root, roots) if root is not None else None
     named = detailed or root
@@ -211,10 +212,6 @@ def _failed_before(root: Candidate | None, began: float) -> bool:
 def _ends_badly(*groups: Sequence[Candidate]) -> bool:
     """Return whether something was raised after which nothing went on, although the log says that it is done."""
     return any(each.tier <= 1 or _tells_of_a_kill(each) for group in groups for each in group)
-
-
-def _killed_for_memory(facts: Facts, end: End) -> bool:
-    return bool(kills_counted(facts.endings)) and not end.well and end.status is not None
 
 
 def _says_lost(root: Candidate) -> bool:

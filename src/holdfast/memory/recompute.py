@@ -161,7 +161,9 @@ def _checkpointed(
     verify: bool,
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_transforming():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # most transforms have no hooks on saved tensors
             return forward(*args, **kwargs)
         again = _SeenAgain(block, capture, restore)
         versions, prints = versions_of(tensors_of((args, kwargs))), []  # type: list[int], list[torch.Tensor]
@@ -290,11 +292,6 @@ def _are_same(one: Sequence[_Weight], other: Sequence[_Weight]) -> bool:
     return len(one) == len(other) and all(
         a is b and rest == now for (a, *rest), (b, *now) in zip(one, other, strict=True)
     )
-
-
-def _is_transforming() -> bool:
-    """Say whether a transform of `torch.func` is under way: most have no hooks on saved tensors."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -189,10 +189,6 @@ def _efficient_backward(given: Arguments, _out: Any) -> Scratch:
     return Scratch(copies + max(sums, rows + workspace), copies + sums + 2 * workspace)
 
 
-def _convolution(given: Arguments, out: Any) -> Scratch:
-    return _reordered((given["input"], given["weight"], out), given["groups"])
-
-
 def _convolution_backward(given: Arguments, _out: Any) -> Scratch:
     """One gradient after the other; each reads two of the three and writes the third."""
     data = _reordered((given["grad_output"], given["weight"], given["input"]), given["groups"])
@@ -243,16 +239,6 @@ def _index_put(given: Arguments, _out: Any) -> Scratch:
     return Scratch(expected, 2 * expected)
 
 
-def _layer_norm_backward(given: Arguments, _out: Any) -> Scratch:
-    """layer_norm_kernel.cu: partial sums of the two parameters' gradients, 32 rows of each in fp32."""
-    return _exactly(2 * 32 * math.prod(given["normalized_shape"]) * 4)
-
-
-def _group_norm_backward(given: Arguments, _out: Any) -> Scratch:
-    """group_norm_kernel.cu: two sums in fp32 for each sample and channel."""
-    return _exactly(2 * given["N"] * given["C"] * 4)
-
-
 def _reduced_loss(given: Arguments, _out: Any) -> Scratch:
     """The loss of every element, which is then averaged or summed."""
     return NOTHING if given["reduction"] == 0 else _exactly(given["self"].nbytes)
@@ -263,10 +249,6 @@ def _logits_loss(given: Arguments, out: Any) -> Scratch:
     return _exactly(max(0, 2 * given["self"].nbytes - (0 if given["reduction"] else out.nbytes)))
 
 
-def _logsumexp(given: Arguments, out: Any) -> Scratch:
-    return _exactly(given["self"].nbytes + out.nbytes)
-
-
 def _safe_softmax(given: Arguments, out: Any) -> Scratch:
     """Masks: what is minus infinity, and the rows that are it altogether."""
     return _exactly(out.numel() + out.numel() // max(1, out.shape[given["dim"]]))
@@ -275,19 +257,21 @@ def _safe_softmax(given: Arguments, out: Any) -> Scratch:
 RULES: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "convolution": _convolution,
+    "convolution": lambda given, out: _reordered((given["input"], given["weight"], out), given["groups"]),
     "convolution_backward": _convolution_backward,
     "embedding_dense_backward": _embedding_backward,
     "index_put": _index_put,
     "index_put_": _index_put,
     "_index_put_impl_": _index_put,
-    "native_layer_norm_backward": _layer_norm_backward,
-    "native_group_norm_backward": _group_norm_backward,
+    # layer_norm_kernel.cu: partial sums of the two parameters' gradients, 32 rows of each in fp32.
+    "native_layer_norm_backward": lambda given, _: _exactly(2 * 32 * math.prod(given["normalized_shape"]) * 4),
+    # group_norm_kernel.cu: two sums in fp32 for each sample and channel.
+    "native_group_norm_backward": lambda given, _: _exactly(2 * given["N"] * given["C"] * 4),
     # Composed of other operators inside one dispatch, on every device alike.
     "mse_loss": _reduced_loss,
     "smooth_l1_loss": _reduced_loss,
     "huber_loss": _reduced_loss,
     "binary_cross_entropy_with_logits": _logits_loss,
-    "logsumexp": _logsumexp,
+    "logsumexp": lambda given, out: _exactly(given["self"].nbytes + out.nbytes),
     "_safe_softmax": _safe_softmax,
 }

@@ -170,7 +170,9 @@ class SplitCheck:
         weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
         self._buffers = BufferKeeper(dict(self.models))
         self._buffers.keep()
-        with _modes(self.models.values(), mixing_layers), _plain_attention(self._devices()), torch.enable_grad():
+        # The dropout of attention is to be drawn where it can be seen, not inside a kernel.
+        plain = sdpa_kernel(SDPBackend.MATH) if self._devices() else contextlib.nullcontext()
+        with _modes(self.models.values(), mixing_layers), plain, torch.enable_grad():
             found = self._through(windows, weightings)
             if not callable(self.split):
                 found += self._with_an_empty_sample(batch, size, weightings, empty)
@@ -533,11 +535,6 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
         and module.training
         and (isinstance(module, _BatchNorm) or module.track_running_stats)
     ]
-
-
-def _plain_attention(devices: Sequence[torch.device]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the dropout of attention is drawn where it can be seen, not inside a kernel."""
-    return sdpa_kernel(SDPBackend.MATH) if devices else contextlib.nullcontext()
 
 
 def in_a_copy(run: Callable[[], Verdict]) -> Verdict:

@@ -445,7 +445,9 @@ def _coupling(verdict: Verdict) -> str:
     """Return by how much the parts miss the whole, and what was tried."""
     if verdict.why:
         return verdict.why
-    differs = f"differs from that over 3 + 1 of them by {_percent(verdict.difference)}"
+    share = verdict.difference
+    percent = f"{share:.1%}" if share >= 1e-3 else f"{100 * share:.1g}%"
+    differs = f"differs from that over 3 + 1 of them by {percent}"
     if math.isnan(verdict.difference):
         differs = "differs from that over 3 + 1 of them in one batch or another"
     if math.isinf(verdict.difference):
@@ -456,10 +458,6 @@ def _coupling(verdict: Verdict) -> str:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         tried += f"; nor is it a sum, or a mean over {', '.join(others[:3])}{more}"
     return f"the gradient over 4 samples {differs}{tried}"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 1e-3 else f"{100 * share:.1g}%"
 
 
 def _drops(module: nn.Module) -> bool:
