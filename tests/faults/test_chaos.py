@@ -176,9 +176,9 @@ for step in range(first, 7):
     [
         ("", "steps made again"),
         ("0", "weights of step 0, but the state of the optimizer is that saved after step"),
-        ("1", "the weights that step"),
+        ("1", "goes on with other weights than were saved"),
         ("2", "the state of the optimizer differs at the start of the attempt"),
-        ("3", "numbers in the state of the optimizer that step"),
+        ("3", "goes on with another state than was saved"),
         ("random", "the random state of torch differs"),
         ("average", "the last save into last.pt differs in 'generator'"),
     ],
@@ -322,25 +322,27 @@ torch.manual""", 1)  # fmt: skip
 
 _LOUD = """
 import os, signal, torch
-class Loud(torch.nn.Linear):  # a worker dies at some moment: here while the observer looks at the weights
+class Loud(torch.nn.Linear):  # a worker dies at some moment: here while the observer looks at them after a step
     def named_parameters(self, *given, **more):
-        armed and os.kill(os.getpid(), signal.SIGUSR1)
+        global looks
+        looks += 1
+        looks == 2 and os.kill(os.getpid(), signal.SIGUSR1)
         return super().named_parameters(*given, **more)
 def fails(*_):
     raise RuntimeError("a worker has died")
 signal.signal(signal.SIGUSR1, fails)
 torch.manual_seed(0)
-armed, met, model = False, 0, Loud(2, 1)
+looks, met, model = 2, 0, Loud(2, 1)
 optimizer = torch.optim.SGD([model.weight, model.bias], 0.1)
 for step in range(6):
     optimizer.zero_grad()
     model(torch.ones(1, 2) * step).sum().backward()
-    armed = step > 0
+    looks = 0 if step else 2
     try:
         optimizer.step()
     except RuntimeError:
         met += 1
-    armed = False
+    looks = 2
 assert met == 5, met
 """
 

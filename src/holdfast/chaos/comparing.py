@@ -171,16 +171,11 @@ class Reference:
         steps = zip(segment.steps[1:], self.steps[place + 1 :], strict=False)
         for index, (step, expected) in enumerate(steps, place + 1):
             which, start = expected["which"], step["before"]
-            if start and step["holds"] == expected["holds"] and which < len(states):
-                before = {
-                    expected["begins"],
-                    *(each["weights"] for each in self.steps[:place] if each["which"] == which),
-                }
-                differ = {what for what, digest in states[which].items() if start[what] not in (digest, *before)}
-                if what := next(iter(differ & {"weights"} or differ & {"optimizer"}), ""):
-                    words = "numbers in the state of the optimizer" if what == "optimizer" else "the weights"
-                    detail = f"{words} that step {index + 1} goes on with differ at the start of the attempt"
-                    return Difference(index + 1, what, detail)
+            if start and step["holds"] == expected["holds"] and which < len(states) and states[which]:
+                for what, words in ("weights", "other weights than were"), ("optimizer", "another state than was"):
+                    if start[what] not in (states[which][what], expected["begins"]):
+                        detail = f"the optimizer of step {index + 1} goes on with {words} saved"
+                        return Difference(index + 1, what, detail)
         return None
 
     def _drawn_before(self, index: int) -> set[str]:

@@ -225,8 +225,8 @@ class Inside:
             self._torch.save = module.save
 
     def _on_autograd(self, module: Any) -> None:
-        self._wrap(module, "backward", self._backward)
-        self._wrap(module, "grad", self._grad)
+        for name in ("backward", "grad"):
+            self._wrap(module, name, self._backward)
 
     def _on_optimizers(self, module: Any) -> None:
         self._wrap(module.Optimizer, "__init__", self._make_optimizer)
@@ -285,7 +285,8 @@ class Inside:
             self._used |= set() if nodes else {call}  # it is not seen
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._in_backward:
+        if self._in_backward or original.__name__ == "grad":  # what a loss is made of is not seen then
+            self.fault.meet("" if self._in_backward else "backward", self.steps)
             return original(*args, **kwargs)
         losses = len(self._losses)
         used = self._noted(self._backward_begins, args[0] if args else kwargs.get("tensors")) or set()
@@ -300,11 +301,6 @@ class Inside:
             self._in_backward = False
         self._used |= used
         return result
-
-    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._in_backward:
-            self.fault.meet("backward", self.steps)
-        return original(*args, **kwargs)
 
     def _backward_begins(self, given: Any) -> set[int]:
         """Note a loss; return the calls of models that it was made of."""

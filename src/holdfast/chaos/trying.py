@@ -290,10 +290,6 @@ class Campaign:
         self._read |= {_alike(path) for path in trial.read}
         return trial
 
-    def _untried(self, comparison: Comparison) -> set[str]:
-        """Return the random states that are said to differ, of which it is not known whether anything is made."""
-        return {name for each in comparison.differences for name in each.states} - self._tried_states
-
     def _try_random(self, states: set[str], references: dict[int, Reference]) -> None:
         """Run with each of these random states set to another; where nothing else differs, it is not compared."""
         for name in sorted(states):
@@ -338,7 +334,10 @@ class Campaign:
         left, usual = self._names(trial.files), self._names(first.files)
         row.left_files = sorted(left[each] for each in left.keys() - usual.keys())
         comparison = compare(references, trial)
-        while unsteady is None and (states := self._untried(comparison)):
+        # Is anything made of the random states that differ?
+        while states := {name for each in comparison.differences for name in each.states} - self._tried_states:
+            if unsteady is not None:
+                break
             self._try_random(states, references)
             comparison = compare(references, trial)
         row.comparison = asdict(comparison)

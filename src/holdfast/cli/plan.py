@@ -270,8 +270,7 @@ def _sources(plan: DevicePlan) -> str:
 
 def _named(row: Row) -> str:
     """Return a plan in words."""
-    recomputed = "all blocks" if row.modules else "nothing"
-    return f"{row.precision}, {recomputed} recomputed"
+    return f"{row.precision}, {'all blocks' if row.modules else 'nothing'} recomputed"
 
 
 def _gib(size: float) -> str:

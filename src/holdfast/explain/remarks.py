@@ -60,8 +60,7 @@ def hang_left_alone(facts: Facts) -> Event | None:
     if not hangs:
         return None
     steps, step = facts.extra.get("steps"), hangs[-1].data.get("step")
-    moved = isinstance(steps, int) and isinstance(step, int) and steps > step
-    return None if moved else hangs[-1]
+    return None if isinstance(steps, int) and isinstance(step, int) and steps > step else hangs[-1]
 
 
 def kills_counted(endings: tuple[Ending, ...]) -> int | None:

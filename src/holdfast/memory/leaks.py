@@ -101,5 +101,4 @@ def _grows_on(lowest: Sequence[Reading], windows: Sequence[Sequence[Reading]]) -
         return False
     third = len(values) // 3
     first = statistics.fmean(jumps[:third])
-    last = statistics.fmean(jumps[-third:])
-    return last >= _LEAST_PACE * first
+    return statistics.fmean(jumps[-third:]) >= _LEAST_PACE * first

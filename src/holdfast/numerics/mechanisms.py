@@ -87,8 +87,7 @@ def _in_backward(op: str, suspect: Suspect) -> str | None:
     singular = _SINGULAR.get(op)
     if singular is None or not any(operand.zeros or operand.inf for operand in suspect.operands):
         return None
-    behind_where = suspect.produced.nan and suspect.operands[0].zeros
-    return singular + " (0/0, as behind a where)" * bool(behind_where)
+    return singular + " (0/0, as behind a where)" * bool(suspect.produced.nan and suspect.operands[0].zeros)
 
 
 def _by_arithmetic(op: str, suspect: Suspect) -> str | None:

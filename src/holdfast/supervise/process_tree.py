@@ -87,8 +87,7 @@ class Tree:
         tops = [each.pid for each in self._children(table)]
         if self._supervisor == 1:
             tops = [pid for pid in tops if _carries(pid, self._mark)]
-        found = {*tops, *descendants(table, tops)}
-        return {pid for pid in found if table[pid].state != "Z"}
+        return {pid for pid in {*tops, *descendants(table, tops)} if table[pid].state != "Z"}
 
     def ended_orphans(self, known: set[int]) -> list[int]:
         """Return the pids of ended children that nobody else waits for; these are waited for elsewhere."""

@@ -132,8 +132,7 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     named = _GLOG.match(shown) or _LEVEL.match(shown)
     if named is None:
         return CleanLine(number, shown, shown, rank, seconds)
-    level = _GLOG_LEVELS.get(named[1], named[1])
-    return CleanLine(number, shown[named.end() :], shown, rank, seconds, level)
+    return CleanLine(number, shown[named.end() :], shown, rank, seconds, _GLOG_LEVELS.get(named[1], named[1]))
 
 
 _GLOG_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "FATAL", "V": "INFO", "C": "CRITICAL"}

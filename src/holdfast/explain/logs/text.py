@@ -160,7 +160,10 @@ class _Process:
         while index < len(self._lines):
             made, following = self._at(index)
             if made and made[0].kind == "exception":
-                if raised is not None and self._resumes(raised[1], index):
+                between = self._lines[raised[1] : index] if raised is not None else []
+                if raised and (
+                    self._pulse.between(raised[1], index) or any(_RETRY.search(line.text) for line in between)
+                ):
                     found[raised[0]] = [replace(each, resumed=True) for each in found[raised[0]]]
                 raised = slice(len(found), len(found) + len(made)), self._after_line(made[-1].position, following)
             found += made
@@ -173,10 +176,6 @@ class _Process:
             index -= 1
         return index
 
-    def _resumes(self, first: int, end: int) -> bool:
-        """Return whether lines say that the run began again, or show that it went on."""
-        return self._pulse.between(first, end) or any(_RETRY.search(line.text) for line in self._lines[first:end])
-
     def _at(self, index: int) -> tuple[list[Statement], int]:
         """Return the statements that begin at a line, and the index after them."""
         line = self._lines[index]
@@ -185,7 +184,8 @@ class _Process:
         if HEADER.search(text) or is_frame(text) or is_syntax_error(self._lines, index):
             raised, after = self._reader.read(index)
             if raised is None and after >= len(self._lines):
-                self.cut_off = self._newest_frame(index)
+                shown = [line.text.strip() for line in self._lines[index:]]
+                self.cut_off = [shown[0], *(each for each in shown if each.startswith("File "))][-1]
                 raised = self._reader.about_to_raise(index)
             return (self._chain(raised, index, after) if raised is not None else []), after
         if text.startswith("Fatal Python error: "):
@@ -244,11 +244,6 @@ class _Process:
             )
             for each in chain
         ]  # fmt: skip
-
-    def _newest_frame(self, first: int) -> str:
-        """Return the last frame of a traceback that is cut off, as it was printed."""
-        shown = [line.text.strip() for line in self._lines[first:] if line.text.lstrip().startswith("File ")]
-        return shown[-1] if shown else self._lines[first].text.strip()
 
 
 def _first_failure(lines: Sequence[str]) -> list[Ending]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -184,7 +184,8 @@ class Job:
 
     def make_step(self, parts: Sequence[Any], function: Function, names: Sequence[str]) -> torch.Tensor | None:
         """Make one step from micro-batches; return the last loss, or None if the function ran backward itself."""
-        parameters = self._parameters_of(names)
+        groups = [group for name in names for group in self.optimizers[name].param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
         if not self._has_own_step:
             for parameter in parameters:
                 parameter.grad = None
@@ -228,9 +229,6 @@ class Job:
         if len(hooked) < sum(id(p) not in mine for p in every):
             return [p for p in (*parameters, *hooked) if p.requires_grad]
         return None
-
-    def _parameters_of(self, names: Iterable[str]) -> list[torch.Tensor]:
-        return [p for name in names for group in self.optimizers[name].param_groups for p in group["params"]]
 
     def _finish(self, names: Sequence[str], *, unscales: bool) -> None:
         optimizers = [self.optimizers[name] for name in names]

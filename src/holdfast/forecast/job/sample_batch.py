@@ -88,7 +88,8 @@ class SampleBatch:
                 )
         if not any(self._is_batched(leaf) for _, leaf in self._leaves):
             self.size = self._find_size()
-        self._lists = [path for path, node in nodes if self._has_entries(node)]
+        lists = [(path, node) for path, node in nodes if isinstance(node, (list, tuple)) and len(node) == self.size]
+        self._lists = [path for path, node in lists if all(isinstance(item, _PLAIN) for item in node)]
         self._longest = self._find_longest()
 
     def resized(self, size: int) -> Any:
@@ -135,10 +136,6 @@ class SampleBatch:
                 _SAID_SIZE,
             )
         return ranked[0][0]
-
-    def _has_entries(self, node: Any) -> bool:
-        is_list = isinstance(node, (list, tuple)) and len(node) == self.size
-        return is_list and all(isinstance(item, _PLAIN) for item in node)
 
     def _is_batched(self, leaf: Any) -> bool:
         return isinstance(leaf, Leaf) and leaf.ndim > self._split and leaf.shape[self._split] == self.size

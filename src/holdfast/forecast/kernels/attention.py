@@ -79,8 +79,7 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     """convert_boolean_attn_mask: a boolean mask becomes one of the query's type, which the backward pass keeps."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask.logical_not(), float("-inf"), zero)
+    return torch.where(mask.logical_not(), float("-inf"), torch.zeros((), dtype=dtype, device=mask.device))
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:

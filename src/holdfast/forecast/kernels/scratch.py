@@ -164,8 +164,7 @@ def _flash_backward(given: Arguments, _out: Any) -> Scratch:
     sums = batch * rounded_length * heads * (rounded_size + 1) * 4
     if key.shape[1] != heads:
         sums += 2 * batch * key.shape[2] * heads * size * query.element_size()
-    copies = _heads_swapped(given["grad_out"]) + _heads_swapped(given["out"])
-    return _exactly(sums + copies)
+    return _exactly(sums + _heads_swapped(given["grad_out"]) + _heads_swapped(given["out"]))
 
 
 def _efficient_backward(given: Arguments, _out: Any) -> Scratch:
@@ -223,8 +222,7 @@ def _embedding_backward(given: Arguments, out: Any) -> Scratch:
     pieces = indices // _ROWS_PER_THREAD + segments
     sorting = 2 * indices * _INDEX_BYTES
     offsets = (indices + 2 * segments + pieces) * _INDEX_BYTES
-    sums = pieces * size * max(4, out.element_size())
-    return _exactly(sorting + max(sorting, offsets + sums))
+    return _exactly(sorting + max(sorting, offsets + pieces * size * max(4, out.element_size())))
 
 
 def _index_put(given: Arguments, _out: Any) -> Scratch:

@@ -131,8 +131,7 @@ def _with_even_scratch(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
     sizes = np.stack([one.size_bytes for one in traces])
     samples = np.array([[one.micro_batch_size] for one in traces])
     missing = (sizes == 0) & (traces[0].owner == _SCRATCH)
-    for_each = (-(-sizes // samples)).max(axis=0)
-    return np.where(missing, for_each * samples, sizes)
+    return np.where(missing, (-(-sizes // samples)).max(axis=0) * samples, sizes)
 
 
 def most_each(count: int) -> int:

@@ -122,8 +122,7 @@ def _vanishing_within(facts: Facts, prefix: str) -> _Lost | None:
     if 1e-3 <= low / high <= 1e4:  # AutoTrainer's 1e-3; the catalogue's 1e4
         return None
     word = "vanish" if low < high else "explode"
-    what = f"gradients {word} towards the input: {low:.1e} in {first}, {high:.1e} in {last}"
-    return what, first
+    return f"gradients {word} towards the input: {low:.1e} in {first}, {high:.1e} in {last}", first
 
 
 def _saturated(facts: Facts) -> _Lost | None:
@@ -131,8 +130,7 @@ def _saturated(facts: Facts) -> _Lost | None:
     if not bad:
         return None
     where = max(bad, key=lambda name: bad[name])
-    what = f"{bad[where]:.0%} of the values of {where} sit at its bounds, where no gradient passes"
-    return what, where
+    return f"{bad[where]:.0%} of the values of {where} sit at its bounds, where no gradient passes", where
 
 
 def _exploding(facts: Facts) -> _Lost | None:

@@ -125,5 +125,4 @@ class Items:
 
 def _differs(one: RandomState, other: RandomState) -> bool:
     # An object that nothing was drawn from is the same one.
-    same = one.python is other.python and one.numpy is other.numpy and torch.equal(one.cpu, other.cpu)
-    return not same
+    return one.python is not other.python or one.numpy is not other.numpy or not torch.equal(one.cpu, other.cpu)

@@ -178,5 +178,4 @@ def _values(sample: StepSample, optimizer: str | None) -> dict[str, float]:
         values["step_seconds"] = sample.seconds
     if sample.seconds > 0 and sample.wait_seconds >= 0:
         values["wait_share"] = min(sample.wait_seconds / sample.seconds, 1.0)
-    sizes = zip(_SIZES, sample[7:11], strict=True)
-    return values | {name: float(count) for name, count in sizes if count}
+    return values | {name: float(count) for name, count in zip(_SIZES, sample[7:11], strict=True) if count}
