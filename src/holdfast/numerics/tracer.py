@@ -327,8 +327,7 @@ def _find_caller(frame: FrameType | None, *, in_backward: bool) -> _Caller:
 @functools.lru_cache(maxsize=4096)
 def _is_users(code: CodeType) -> bool:
     file = code.co_filename
-    standard = file.startswith(_STANDARD) and "site-packages" not in file
-    return not (standard or file.startswith(_FOREIGN))
+    return not (file.startswith(_FOREIGN) or (file.startswith(_STANDARD) and "site-packages" not in file))
 
 
 def _function_class(frame: FrameType) -> str:

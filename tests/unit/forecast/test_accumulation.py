@@ -33,8 +33,7 @@ def test_the_gradients_of_the_first_micro_batch_live_while_the_second_runs():
     trace = make_step(BLOCKS, 4, optimizer_bytes=1000)
     both = with_accumulation(trace, 8)
     assert live_peak(both) > live_peak(trace)
-    half = len(played(both, 1)[0]) // 2
-    assert live_of(both, "gradients")[half:].max() >= gradient_bytes(trace)
+    assert live_of(both, "gradients")[len(played(both, 1)[0]) // 2 :].max() >= gradient_bytes(trace)
     assert live_of(both, "activations").max() == live_of(trace, "activations").max() + LOSS_BYTES
 
 

@@ -182,8 +182,7 @@ def test_what_no_checkpoint_holds_as_it_is_must_be_finite_too(tmp_path):
     with torch.no_grad():
         model.weight[0] = complex(float("nan"), 0)
     guard._boundaries.boundary_outside()
-    refused = the_event(guard, "save_refused")
-    assert refused.data["nonfinite"] == ["weight"]
+    assert the_event(guard, "save_refused").data["nonfinite"] == ["weight"]
     assert torch.isfinite(model.weight.abs()).all(), "the run has returned to the checkpoint"
     guard.close()
 

@@ -78,8 +78,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_checkpoint_comes_back_where_there_is_no_room_for_a_copy_of_it(tmp_path, undisturbed):
     """Each tensor is read to where it lies, twice under the limit, and the run ends bit-identical."""
     guard, found = train(tmp_path / "b", fail_at=3)
-    back = the_event(guard, "roll_back")
-    assert back.data["promise"] == "bit-exact"
+    assert the_event(guard, "roll_back").data["promise"] == "bit-exact"
     assert all(torch.equal(a, b) for a, b in zip(found, undisturbed, strict=True))
 
 

@@ -45,8 +45,7 @@ def test_generators_that_are_drawn_from_late_are_noticed() -> None:
         return index, random.random() if index == 3 else float(np.random.rand()) if index == 5 else 0.0
 
     together = _fetch(Samples(8, rare), *range(8))
-    alone = [_fetch(Samples(8, rare), index)[0] for index in range(8)]
-    assert together == alone
+    assert together == [_fetch(Samples(8, rare), index)[0] for index in range(8)]
     assert together[3][1]
     assert together[5][1]
 

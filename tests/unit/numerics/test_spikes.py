@@ -154,8 +154,7 @@ def test_after_a_rollback_statistics_are_those_of_then() -> None:
     saved, saved_at, usual = copy.deepcopy(detector.state_dict()), detector.steps, detector.usual_norm("all")
     assert usual is not None
     diverging = times(pairs, 30.0, 30.0)
-    levels = feed(detector, diverging, 150)
-    assert Level.DIVERGED in levels
+    assert Level.DIVERGED in feed(detector, diverging, 150)
     detector.return_to(saved)
     assert detector.steps == saved_at
     assert detector.is_calm()

@@ -49,8 +49,7 @@ def test_what_is_no_recording_or_a_newer_one_is_refused(damage: bytes, words: st
 def test_an_event_whose_beginning_was_overwritten_is_passed_over(tmp_path: Path) -> None:
     """In a ring that wrapped, the first readable event is a whole one."""
     events = _record(tmp_path, *[3] * 700)  # 2100 parts in a ring of 2048
-    found = read_events(tmp_path)
-    assert found == events[-682:]
+    assert read_events(tmp_path) == events[-682:]
     assert len(read_ring(tmp_path / EVENTS_FILE)) == 2048
 
 

@@ -33,8 +33,7 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
         )
     ]  # fmt: skip
     assert sum(bool(trace.showlegend) for trace in steps.data) == 3
-    rows = list(timeline.layout.yaxis.categoryarray)
-    assert rows == ["rank 1", "rank 0", "supervisor"]
+    assert list(timeline.layout.yaxis.categoryarray) == ["rank 1", "rank 0", "supervisor"]
     (marks,) = [trace for trace in timeline.data if trace.name == "error"]
     assert list(marks.y) == ["rank 0", "rank 1"]
     assert marks.hovertext[0] == "rank 0, step 300, exception: shapes differ; type RuntimeError; fatal True"

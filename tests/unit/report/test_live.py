@@ -253,8 +253,7 @@ def test_a_run_whose_supervisor_died_lasted_until_its_newest_record(tmp_path):
     (run / SUPERVISOR_FOLDER / "lost.json").write_text("{}")
     for ring in run.glob("processes/*/events.ring"):
         ring.unlink()
-    text = drawn(Watched(run, Clock()), 120)
-    assert "ended, 1 attempt, after 35 s" in text
+    assert "ended, 1 attempt, after 35 s" in drawn(Watched(run, Clock()), 120)
 
 
 def loop(**facts: object) -> list[Event]:

@@ -141,8 +141,7 @@ def test_what_follows_an_exception_of_the_script(run: Run, run_directory: Path) 
         except KeyError as error:
             raise ValueError("x" * 5000) from error
     """
-    ended = same_with_and_without(run, script)
-    assert ended.returncode == 1
+    assert same_with_and_without(run, script).returncode == 1
     exception, exiting = events(run_directory)
     assert (exception.kind, exception.data["type"], exception.data["fatal"]) == ("exception", "ValueError", True)
     assert exception.data["message"] == "x" * 2000
@@ -191,8 +190,7 @@ def test_a_signal_that_the_script_handles_is_its_own(run: Run, run_directory: Pa
 
 def test_a_crash_leaves_its_stacks(run: Run, run_directory: Path) -> None:
     """A segmentation fault leaves the stacks of the process, which die with it otherwise."""
-    ended = run("import ctypes; ctypes.string_at(0)")
-    assert ended.returncode == -signal.SIGSEGV
+    assert run("import ctypes; ctypes.string_at(0)").returncode == -signal.SIGSEGV
     ((folder, _),) = read_processes(run_directory)
     assert "string_at" in (folder / FAULTHANDLER_FILE).read_text()
 
