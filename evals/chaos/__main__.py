@@ -75,7 +75,7 @@ CASES = (
     Case("language", "weight decay lost", ("settings",)),
     Case("language", "warm-up restarts", ("settings",)),
     Case("language", "weight of the loss not saved", ("losses",)),
-    Case("language", "partial accumulation lost", ("parts", "random")),
+    Case("language", "partial accumulation lost", ("weights",)),
     Case("language", "saved within an accumulation", ("parts", "random", "inputs")),
     Case("augmented", "worker seeds", ("batch",)),
     Case("augmented", "sampler not re-seeded", ("batch",)),

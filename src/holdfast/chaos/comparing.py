@@ -172,10 +172,10 @@ class Reference:
         for index, (step, expected) in enumerate(steps, place + 1):
             which, start = expected["which"], step["before"]
             if start and step["holds"] == expected["holds"] and which < len(states) and states[which]:
-                for what, words in ("weights", "other weights than were"), ("optimizer", "another state than was"):
-                    if start[what] not in (states[which][what], expected["begins"]):
+                for what, words in ("own", "other weights than were"), ("optimizer", "another state than was"):
+                    if start[what] != states[which][what]:
                         detail = f"the optimizer of step {index + 1} goes on with {words} saved"
-                        return Difference(index + 1, what, detail)
+                        return Difference(index + 1, what.replace("own", "weights"), detail)
         return None
 
     def _drawn_before(self, index: int) -> set[str]:
@@ -195,6 +195,8 @@ class Reference:
         if what == "batch":
             seen = next((at for at, each in enumerate(self.steps) if _alike(each, step)), None)
             return f"{_WORDS[what]}: {'one that it never saw' if seen is None else f'that of step {seen + 1}'}"
+        if what == "weights" and "rest" in expected:
+            return "the weights differ after it: what its calls before the attempt have left, as gradients, is lost"
         return _WORDS[what]
 
     def saved_difference(self, segments: Sequence[Segment]) -> Difference | None:
@@ -283,7 +285,7 @@ def _rest_of(expected: Line, step: Line) -> Line:
     rest = {name: expected[name][-count:] for name in ("batch", "inputs", "losses", "states")}
     if not 0 < count < len(expected["inputs"]) or any(rest[name] != step[name] for name in ("batch", "inputs")):
         return expected
-    return {**expected, **rest, "parts": count, "random": rest["states"][0]}
+    return {**expected, **rest, "parts": count, "random": rest["states"][0], "rest": True}
 
 
 def _trainings(segment: Segment) -> list[Segment]:
@@ -354,9 +356,8 @@ def _compare(reference: Reference, segments: Sequence[Segment], *, is_idle: bool
                     whole.setdefault(after, set()).add(entries)
         for step in again:
             del kept[step]
-        first = [expected[place]] if place < len(expected) else []  # as a whole, where only the rest of it was made
-        first = first if first and _rest_of(first[0], part.steps[0]) is not first[0] else part.steps[:1]
-        kept |= enumerate([*first, *part.steps[1:]], place)
+        rest = [step for step in expected[place : place + 1] if "rest" in _rest_of(step, part.steps[0])]
+        kept |= enumerate([*(rest or part.steps[:1]), *part.steps[1:]], place)
     differs = any(each.what != "older" for each in found.differences)
     missing = sorted(set(range(len(expected))) ^ kept.keys())
     if not differs and missing:

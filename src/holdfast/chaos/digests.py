@@ -86,10 +86,10 @@ class Digests:
         except (RuntimeError, NotImplementedError, TypeError):
             found.update(b"cannot be read")
 
-    def optimizer(self, optimizer: Any) -> str:
-        """Return the digest of the state of an optimizer, parameter by parameter."""
-        groups = optimizer.param_groups
-        return self.tree([optimizer.state.get(parameter) or {} for group in groups for parameter in group["params"]])
+    def optimizer(self, optimizer: Any) -> dict[str, str]:
+        """Return digests of the state of an optimizer, parameter by parameter, and of these parameters."""
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {"optimizer": self.tree([optimizer.state.get(p) or {} for p in every]), "own": self.tree(every)}
 
     def random_state(self) -> dict[str, str]:
         """Return digests of the random states of torch, Python and numpy."""

@@ -369,7 +369,7 @@ class Inside:
         self._before, is_first = None, id(optimizer) not in self._held
         self._begins = self._digests.tensors(self._trained(optimizer)[1])  # weights may move between steps too
         if is_first:
-            self._before = {**self._state(optimizer, self._first), "optimizer": self._digests.optimizer(optimizer)}
+            self._before = {**self._state(optimizer, self._first), **self._digests.optimizer(optimizer)}
             self._optimizers.append(weakref.ref(optimizer))
         groups = optimizer.param_groups
         self._hyper = "; ".join(" ".join(f"{n}={g[n]}" for n in _SETTINGS if n in g) for g in groups)
@@ -435,11 +435,8 @@ class Inside:
             self._saved_to.add(path)
             sizes = [each.stat().st_size for each in (Path(path), *Path(path).rglob("*")) if each.is_file()]
             size = max(sizes, default=size)
-        optimizers = [] if aside else [ref() for ref in self._optimizers]  # they may have stepped since
-        states = [
-            {**self._state(each), "optimizer": self._digests.optimizer(each)} if each else {} for each in optimizers
-        ]
-        states = [{what: state[what] for what in ("weights", "buffers", "optimizer") if state} for state in states]
+        every = [] if aside else [ref() for ref in self._optimizers]  # they may have stepped since
+        states = [{"buffers": self._state(o)["buffers"], **self._digests.optimizer(o)} if o else {} for o in every]
         self.write("save", path=path, aside=aside, entries=entries, bytes=size, states=states)
         if path is not None:
             self._wrote(path)

@@ -62,17 +62,19 @@ class FileLock:
         os.ftruncate(descriptor, 0)
         with contextlib.suppress(OSError):  # a full disk: the name of the holder is a courtesy
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._own_text = _text(descriptor)
 
     def hold(self) -> None:
         """Make sure that a lock which was taken is still there: closing any other descriptor of the file loses it.
 
-        LockHeldError if another process has it by now.
+        LockHeldError if another process has it by now, or has had it meanwhile.
         """
         if self._descriptor is not None:
-            try:
+            with contextlib.suppress(OSError):
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise LockHeldError(_text(self._descriptor)) from error
+                if _text(self._descriptor) == self._own_text:
+                    return
+            raise LockHeldError(_text(self._descriptor))
 
     @property
     def is_held_here(self) -> bool:

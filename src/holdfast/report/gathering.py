@@ -276,5 +276,4 @@ def _tail(path: Path, most: int = _OUTPUT_BYTES) -> str:
 
 def _without_redrawn_lines(text: str) -> str:
     """Keep what a terminal would show of a progress bar: what follows the last carriage return of a line."""
-    lines = text.replace("\r\n", "\n").split("\n")
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n"))

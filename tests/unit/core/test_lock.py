@@ -43,6 +43,10 @@ def test_whoever_asks_its_own_process_for_the_lock_does_not_lose_it(tmp_path: Pa
     shown = _tried_by_another(path)
     assert shown[0] == "True"
     assert shown[1].startswith("process ")
+    path.open().close()  # as a copy of the whole directory does
+    assert _tried_by_another(path) == ["False", "taken"]  # another run, from its start to its end
+    with pytest.raises(LockHeldError):
+        lock.hold()
     lock.release()
     assert is_locked(path) is False
     assert _tried_by_another(path) == ["False", "taken"]
