@@ -122,7 +122,7 @@ class Inside:
         self._parts: dict[int, tuple[str | None, str | None, dict[str, str]]] = {}
         self._used: set[int] = set()  # calls that a loss was made of; others act in an environment, or have failed
         self._losses: list[str] = []
-        self._backwards = 0
+        self._backwards, self._has_saved = 0, False
 
     # --- the trace ------------------------------------------------------------------------------------------------
 
@@ -366,11 +366,12 @@ class Inside:
         if self._skips:
             return
         self.fault.meet("before", self.steps)
-        self._before, is_first = None, id(optimizer) not in self._held
-        self._begins = self._digests.tensors(self._trained(optimizer)[1])  # weights may move between steps too
-        if is_first:
+        self._before = self._begins = None
+        if id(optimizer) not in self._held:
             self._before = {**self._state(optimizer, self._first), **self._digests.optimizer(optimizer)}
             self._optimizers.append(weakref.ref(optimizer))
+        if self._has_saved:  # attempts begin here, and weights may move between steps too
+            self._begins = self._digests.tensors(self._trained(optimizer)[1])
         groups = optimizer.param_groups
         self._hyper = "; ".join(" ".join(f"{n}={g[n]}" for n in _SETTINGS if n in g) for g in groups)
 
@@ -405,7 +406,7 @@ class Inside:
         if self._saving or not self.steps or self._torch.is_storage((*args, *kwargs.values())[0]):  # it is pickled
             return original(*args, **kwargs)
         self._saving = True
-        self._saves += 1
+        self._saves, self._has_saved = self._saves + 1, True
         self.fault.meet("save begins", self._saves)
         waits = threading.current_thread() is threading.main_thread()  # else the training goes on, and must be seen
         for handle in itertools.chain(*self._hooked.values()) if waits else ():  # no part of a model saved whole
