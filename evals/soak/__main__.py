@@ -5,7 +5,8 @@ with random faults every 15 to 45 s. The first takes half of the piece and has w
 allocation refused by a real limit, a worker killed or stopped, a full disk for a while. The others are of 10 minutes,
 with SIGKILL of the training, and SIGTERM of all and a new start, too. Some batches are NaN. Each ends whole, and
 its state is compared bit for bit with a bare loop of as many steps. Every 5 s trainer, supervisor and run directory
-are looked at. ``--minutes N [--seed S] [--state DIR] [--out FILE]`` adds a piece to the result file.
+are looked at. ``--minutes N [--seed S] [--state DIR] [--out FILE]`` adds a piece to the result file. With
+``--quick-steps 33000`` so many come without a pause, and the trainer's slope is that after them, its recording full.
 
 To reach: 12 hours, nothing other than the bare loop, and of each process that lived for 20 minutes, after 4 of them,
 the upper end of the 95 % interval of the Theil-Sen slope: 8 MiB of memory, 1 descriptor and 1 thread an hour.
@@ -61,7 +62,8 @@ class Campaign:
     def __init__(self, side: Path, disk: Path, seed: int) -> None:
         self.side, self.disk, self.run, self.looked = side, disk, disk / "run", 0.0
         self.train = [sys.executable, "-m", "evals.soak.training", str(side), str(self.run), str(seed)]
-        self.lives: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)  # s, and `WHAT`
+        self.lives: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)  # s, `WHAT`, step
+        self.quick_steps = int(os.environ.get("QUICK_STEPS", "0"))
         self.sizes: list[tuple[int, int]] = []  # bytes, files
         self.start()
 
@@ -95,7 +97,8 @@ class Campaign:
                 lines = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
                 mib = [float(lines[name].split()[0]) / 1024 for name in ("VmRSS", "RssAnon")]
                 files = len(list((place / "fd").iterdir()))
-                self.lives[role, process].append([self.looked, *mib, files, float(lines["Threads"])])
+                row = [self.looked, *mib, files, float(lines["Threads"]), self.status()[0]]
+                self.lives[role, process].append(row)
         held = []
         with suppress(OSError):  # of folders that are removed meanwhile
             held += [each.lstat().st_blocks * 512 for each in self.run.rglob("*")]
@@ -142,11 +145,15 @@ class Campaign:
         """Return of each process that lived long: least, most, slope and its interval of each of `WHAT`."""
         found = []
         for (role, _), rows in self.lives.items():
-            table = np.array(rows) - [rows[0][0], 0, 0, 0, 0]
-            if table[-1, 0] >= 60 * _LONG_MINUTES:
+            table = np.array(rows) - [rows[0][0], 0, 0, 0, 0, 0]
+            table = table[table[:, -1] >= self.quick_steps * (role == "trainer")]
+            table[:, 0] -= table[:1, 0]
+            if len(table) and table[-1, 0] >= 60 * _LONG_MINUTES:
                 minutes, table = table[-1, 0] / 60, table[table[:, 0] > 60 * _WARM_MINUTES]
-                grown = ((min(each), max(each), *slope_per_hour(table[:, 0], each)) for each in table.T[1:])
+                grown = ((min(each), max(each), *slope_per_hour(table[:, 0], each)) for each in table.T[1:-1])
                 of = {what: np.round(each, 3).tolist() for what, each in zip(WHAT, grown, strict=True)}
+                if role == "trainer" and table[0, -1] > 32_768:
+                    role += " beyond its newest 32,768 steps"
                 found.append({"role": role, "minutes": round(minutes, 1), **of})
         return found
 
@@ -181,7 +188,7 @@ def count_pieces(result: Result, pieces: list[dict[str, Any]]) -> None:
     result.add_count("trainings whose state is not that of the bare loop", other, len(done), expected=0)
     for what, count in sorted(faults.items()):
         result.add_count(f"faults: {what}", count, faults.total())
-    for role in ("trainer", "supervisor"):
+    for role in ("trainer", "trainer beyond its newest 32,768 steps", "supervisor"):
         lives = [life for each in done for life in each["lives"] if life["role"] == role]
         for what in WHAT if lives else ():
             unit, most = ("MiB/h", 8) if "memory" in what else ("1/h", 1)
@@ -197,7 +204,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state", type=Path, help="new folder where the trainings lie meanwhile; kept")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak.json"))
+    parser.add_argument("--quick-steps", default="0")
     given = parser.parse_args()
+    os.environ["QUICK_STEPS"] = given.quick_steps
     place = given.state or Path(tempfile.mkdtemp(prefix="holdfast-soak-"))
     disk = place / "disk"
     if not disk.is_mount():
