@@ -193,8 +193,7 @@ def test_two_launchers_go_on_after_a_kill(tmp_path: Path) -> None:
     results = ended(*hosts)
     assert [status for status, _ in results] == [0, 0], results
     assert all("ended after 36 steps" in output and "2 attempts" in output for _, output in results), results
-    words = {output.partition("steps with ")[2].split()[0] for _, output in results}
-    assert len(words) == 1
+    assert len({output.partition("steps with ")[2].split()[0] for _, output in results}) == 1
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,7 @@ def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)  # one that hangs does not notice that its parent is gone
     run.kill()
-    third = start(epochs=1)
-    assert third.end()["end"] == 8
+    assert start(epochs=1).end()["end"] == 8
     late = time.monotonic() + 3
     while time.monotonic() < late and any(Path(f"/proc/{worker}").exists() for worker in workers):
         time.sleep(0.01)  # whoever inherits them has yet to collect them

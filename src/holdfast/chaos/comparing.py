@@ -10,6 +10,7 @@ from __future__ import annotations
 import cmath
 import itertools
 import math
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -203,14 +204,12 @@ class Reference:
         """Return what the last save into a file holds else than that of the undisturbed run, of steady entries."""
         theirs, ours, found = _last_saves(self.segments), _last_saves(segments), []
         for name, entries in theirs.items():
-            other, is_last = ours.get(name), name == list(theirs)[-1]
+            of_name = [each for path, each in ours.items() if path.rpartition("/")[2] == name.rpartition("/")[2]]
+            other, is_last = ours.get(name, of_name[-1] if of_name else None), name == list(theirs)[-1]
             if other is None and is_last and ours:
                 if name not in self.unsteady:
-                    return Difference(
-                        len(self.steps),
-                        "saved",
-                        f"all steps are the same, but the last save, {name}, was never written",
-                    )
+                    detail = f"all steps are the same, but the last save, {name}, was never written"
+                    return Difference(len(self.steps), "saved", detail)
                 other = list(ours.values())[-1]  # a name that is another each time
             if other is None:
                 continue
@@ -242,7 +241,7 @@ def _last_saves(segments: Sequence[Segment]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     newest, before = None, ""
     for line in (line for segment in segments for line in segment.lines):
-        name = str(line.get("path") or "").rpartition("/")[2]
+        name = re.sub(r"^.*/holdfast-chaos-\w+/(work/)?|(?<=tmp)[a-z0-9_]{8}", "", line.get("path") or "")
         if line["kind"] == "save" and line["entries"]:
             found.pop(name, None)
             found[name] = line["entries"]

@@ -6,6 +6,7 @@ and evaluation, written at once, so that it survives SIGKILL. Torch is not impor
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -201,6 +202,7 @@ class Inside:
         acts: dict[str, Callable[[Any], None]] = {
             "torch.optim.optimizer": self._on_optimizers,
             "torch.autograd": self._on_autograd,
+            "torch.jit": lambda module: self._wrap(module, "script", self._unhooked),
             "torch.amp.grad_scaler": lambda module: self._wrap(module.GradScaler, "step", self._scaler_step),
             "torch.nn.modules.module": lambda module: self._wrap(module.Module, "eval", self._eval),
             "torch.utils.data.dataloader": lambda mod: self._wrap(mod._BaseDataLoaderIter, "__next__", self._next),
@@ -244,8 +246,8 @@ class Inside:
                 self._hook(root)
 
     def _hook(self, root: Any) -> None:
-        entering = root.register_forward_pre_hook(_enter, with_kwargs=True)
-        self._hooked[root] = entering, root.register_forward_hook(_leave)
+        entering = root.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)  # in that order at any time
+        self._hooked[root] = entering, root.register_forward_hook(_leave, prepend=True)
 
     # --- what a step sees -----------------------------------------------------------------------------------------
 
@@ -408,23 +410,30 @@ class Inside:
         self._saving = True
         self._saves, self._has_saved = self._saves + 1, True
         self.fault.meet("save begins", self._saves)
-        waits = threading.current_thread() is threading.main_thread()  # else the training goes on, and must be seen
-        for handle in itertools.chain(*self._hooked.values()) if waits else ():  # no part of a model saved whole
-            handle.remove()
         result = None
         try:
-            result = original(*args, **kwargs)
+            result = self._unhooked(original, *args, **kwargs)
+        finally:
+            self._saving = False
+            given = [*args, *kwargs.values(), getattr(result, "path", None)]  # that of a guard's own
+            buffers = [each for each in given if isinstance(each, io.BytesIO)]
+            if not buffers:  # else the file is written later
+                self.fault.save_ends()
+        aside = threading.current_thread() is not threading.main_thread()
+        self._noted(partial(self._saved, aside=aside), given, sum(each.getbuffer().nbytes for each in buffers))
+        self.fault.meet("save ends", self._saves)
+        return result
+
+    def _unhooked(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it with our hooks taken off: they are no part of a model that is saved whole, or made a script of."""
+        waits = threading.current_thread() is threading.main_thread()  # else the training goes on, and must be seen
+        for handle in itertools.chain(*self._hooked.values()) if waits else ():
+            handle.remove()
+        try:
+            return original(*args, **kwargs)
         finally:
             for root in list(self._hooked) if waits else ():
                 self._hook(root)
-            self._saving = False
-            given = [*args, *kwargs.values(), getattr(result, "path", None)]  # that of a guard's own
-            buffers = [each for each in given if hasattr(each, "getbuffer")]
-            if not buffers:  # else the file is written later
-                self.fault.save_ends()
-        self._noted(partial(self._saved, aside=not waits), given, sum(each.getbuffer().nbytes for each in buffers))
-        self.fault.meet("save ends", self._saves)
-        return result
 
     def _saved(self, given: list[Any], size: int, *, aside: bool) -> None:
         named = [getattr(each, "name", None) if hasattr(each, "write") else each for each in given]

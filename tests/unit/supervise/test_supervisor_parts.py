@@ -83,8 +83,7 @@ def test_the_environment_carries_the_mark_beside_those_of_supervisors_above(tmp_
     """A supervised supervisor marks its own command without hiding it from the one above."""
     alone = make_environment({"A": "1"}, tmp_path, 0, "7-8", observe=False)
     assert alone == {"A": "1", "PYTHONUNBUFFERED": "1", MARK_VARIABLE: "7-8"}
-    inner = make_environment(alone, tmp_path, 0, "9-9", observe=False)
-    assert inner[MARK_VARIABLE] == "7-8,9-9"
+    assert make_environment(alone, tmp_path, 0, "9-9", observe=False)[MARK_VARIABLE] == "7-8,9-9"
 
 
 def test_killed_for_memory_is_read_from_the_innermost_group_of_either_version(tmp_path):

@@ -247,11 +247,6 @@ def _logits_loss(given: Arguments, out: Any) -> Scratch:
     return _exactly(max(0, 2 * given["self"].nbytes - (0 if given["reduction"] else out.nbytes)))
 
 
-def _safe_softmax(given: Arguments, out: Any) -> Scratch:
-    """Masks: what is minus infinity, and the rows that are it altogether."""
-    return _exactly(out.numel() + out.numel() // max(1, out.shape[given["dim"]]))
-
-
 RULES: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
@@ -271,5 +266,6 @@ RULES: dict[str, Rule] = {
     "huber_loss": _reduced_loss,
     "binary_cross_entropy_with_logits": _logits_loss,
     "logsumexp": lambda given, out: _exactly(given["self"].nbytes + out.nbytes),
-    "_safe_softmax": _safe_softmax,
+    # Masks: what is minus infinity, and the rows that are it altogether.
+    "_safe_softmax": lambda given, out: _exactly(out.numel() + out.numel() // max(1, out.shape[given["dim"]])),
 }

@@ -75,6 +75,5 @@ def check_fit(
     """Play a trace of several steps, since the first is not the peak, on a device; workspaces are added here."""
     margin = default_margin_bytes(device) if margin_bytes is None else margin_bytes
     events, sizes = with_workspaces(events, sizes, device, products)
-    cap = device.available_bytes - margin
-    played = replay(events, sizes, cap_bytes=cap)
+    played = replay(events, sizes, cap_bytes=device.available_bytes - margin)
     return Fit(margin_bytes=margin, replay=played, process_bytes=played.peak_reserved_bytes + device.context_bytes)

@@ -171,9 +171,8 @@ class SplitSafety:
             self._say(known, size, refused)
         known.said = news
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
-        enough = tried or not (forks or weighs) or size is None or asked is None
         # What begins later is found before a split and before a step is made again.
-        known.settled = enough
+        known.settled = tried or not (forks or weighs) or size is None or asked is None
         return in_place, refused is None
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:

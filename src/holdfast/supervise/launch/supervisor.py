@@ -282,8 +282,7 @@ class Supervisor:
 
     def _tell(self, end: End, verdict: Verdict) -> None:
         if self._hosts is not None:
-            well = verdict.family == "ended well"
-            follows = well or self._follows(end, verdict)
+            follows = verdict.family == "ended well" or self._follows(end, verdict)
             self._hosts.ended(cause=verdict.cause, title=verdict.title, follows=follows)
 
     def _follows(self, end: End, verdict: Verdict) -> bool:
