@@ -108,7 +108,7 @@ def test_of_a_training_that_resumes_exactly_nothing_is_said(origin):
         ("classifier", "epoch repeated", "term", "another training", "the loader gives another batch: that of step"),
         ("classifier", "written in place", "save", "does not survive", "exit code 1"),
         ("classifier", "older checkpoint", "kill", "work is lost", "was saved"),
-        ("language", "EMA not saved", "term", "another training", "the last save into average.pt differs in"),
+        ("language", "EMA not saved", "term", "another training", "the last save into out/average.pt differs in"),
         ("language", "numpy state not saved", "term", "another training", "the random state of numpy differs"),
         ("language", "weight of the loss not saved", "term", "another training", "the loss differs"),
         ("classifier", "", "nan", "ends in NaN", "NaN"),
