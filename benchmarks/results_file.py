@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 import holdfast
-from benchmarks.freshness import SOURCES, digest
 
 _HERE = Path(__file__).parent
 
@@ -172,7 +171,6 @@ class Result:
                 "holdfast": holdfast.__version__,
             },
             "commit": describe_commit(),
-            "sources": digest(self.options.name) if self.options.name in SOURCES else None,
             "parameters": self.parameters,
             "figures": [_without_none(asdict(figure)) for figure in self.figures],
             "notes": self.notes,

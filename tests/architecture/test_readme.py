@@ -59,11 +59,6 @@ def test_every_figure_of_the_readme_is_in_a_result_file() -> None:
     assert [each for each in shown if not any(each in given for given in rows)] == []
 
 
-def test_the_readme_is_one_that_is_read() -> None:
-    """At most 220 lines."""
-    assert len(README.splitlines()) <= 220
-
-
 def test_the_result_files_are_whole() -> None:
     """Each result names device, versions and commit, and holds figures that came from a full run."""
     files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
