@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -256,6 +257,17 @@ def exits() -> None:
 def sleeps() -> None:
     """Take for ever."""
     time.sleep(600)
+
+
+def waits_for_a_child_that_sleeps() -> None:
+    """Hang in a process that hangs."""
+    subprocess.run(["sleep", "20"], check=True)
+
+
+def computes() -> None:
+    """Compute for ever."""
+    while True:
+        pass
 
 
 def prints() -> dict[str, Any]:

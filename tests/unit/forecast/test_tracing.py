@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError
+from holdfast.forecast.job.time_limits import TimeLimits
 from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.trace.events import OWNERS, live_peak
 from holdfast.supervise.process_tree import read_process, read_table
@@ -23,7 +25,7 @@ FACTORIES = Path(__file__).with_name("forecast_factories.py")
 
 
 def traced(name: str, **options: Any) -> TraceResult:
-    return trace_job(TraceRequest(factory=f"{FACTORIES}:{name}", **options), timeout_seconds=300)
+    return trace_job(TraceRequest(factory=f"{FACTORIES}:{name}", **options))
 
 
 def bytes_of(trace: Any, owner: str) -> int:
@@ -95,13 +97,89 @@ def test_bad_input_is_refused_with_the_users_own_line(name: str, rule: str, said
     assert said in caught.value.what
 
 
-def test_a_child_that_takes_too_long_is_ended() -> None:
-    """The time limit holds for a build that never returns, there is no second attempt, and no process is left."""
+@pytest.mark.parametrize(
+    ("name", "limits", "said"),
+    [
+        ("sleeps", {"idle_seconds": 1}, "did nothing for 1 s while building"),
+        ("waits_for_a_child_that_sleeps", {"idle_seconds": 1}, "did nothing for 1 s while building"),
+        ("computes", {"cpu_seconds": 1}, "took more than 1 s of CPU time"),
+    ],
+)
+def test_a_child_that_takes_too_long_is_ended(name: str, limits: dict[str, Any], said: str) -> None:
+    """A build that never returns is ended, there is no second attempt, and no process is left."""
     before = children_of(os.getpid())  # such as multiprocessing's resource tracker
-    with pytest.raises(PolicyError, match=r"took more than 1 s while") as caught:
-        trace_job(TraceRequest(factory=f"{FACTORIES}:sleeps"), timeout_seconds=1)
+
+    with pytest.raises(PolicyError) as caught:
+        trace_job(TraceRequest(factory=f"{FACTORIES}:{name}"), **limits)
+
     assert caught.value.rule == "H415"
+    assert said in caught.value.what
     assert set(children_of(os.getpid())) <= set(before)
+
+
+class Watched:
+    """A process whose time limits are looked at until it ends or exceeds them."""
+
+    def __init__(self, code: str) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def exceeded(self, *, looks: int, **limits: float) -> str | None:
+        time_limits = TimeLimits(self.process.pid, **limits)
+        for _ in range(looks):
+            time.sleep(0.1)
+            if self.process.poll() is not None or (exceeded := time_limits.exceeded()) is not None:
+                return exceeded
+        return None
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Watched]]:
+    """Return a function that starts a program; the limits are looked at more often than usual."""
+    monkeypatch.setattr("holdfast.forecast.job.time_limits._LOOK_SECONDS", 0.05)
+    programs: list[Watched] = []
+
+    def start(code: str) -> Watched:
+        programs.append(Watched(code))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.process.kill()
+        program.process.communicate()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("import time; time.sleep(60)", id="it gets no CPU"),
+        pytest.param("input()", id="it waits for data"),
+    ],
+)
+def test_time_that_a_child_did_not_compute_is_not_cpu_time(watched: Any, code: str) -> None:
+    """On a busy machine minutes pass while a trace computes for seconds: it may go on."""
+    assert watched(code).exceeded(looks=10, cpu_seconds=0.3, idle_seconds=600) is None
+
+
+def test_a_child_whose_own_child_computes_is_not_idle(watched: Any) -> None:
+    """As a build that compiles an extension and waits for the compiler."""
+    computes = "while True: pass"
+    parent = watched(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {computes!r}], timeout=60)")
+    try:
+        assert parent.exceeded(looks=20, cpu_seconds=600, idle_seconds=1) is None
+    finally:
+        for pid in children_of(parent.process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_break_of_the_parent_does_not_end_its_child(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z stops both for an hour: when they go on, the child was not idle."""
+    child = watched("import time; time.sleep(60)")
+    limits = TimeLimits(child.process.pid, cpu_seconds=600, idle_seconds=600)
+    now = time.monotonic()
+
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
+
+    assert limits.exceeded() is None
 
 
 def test_the_child_dies_with_its_parent() -> None:

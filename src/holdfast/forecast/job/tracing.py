@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,12 +20,11 @@ from typing import Any, BinaryIO, Literal
 
 from holdfast.core import errors
 from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
+from holdfast.forecast.job.time_limits import MOST_CPU_SECONDS, MOST_IDLE_SECONDS, TimeLimits
 from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
 
-_TIMEOUT_SECONDS = 600.0
-"""Twenty times what the slowest model of the prototypes took: a recurrent decoder of 100 time steps, 29 s."""
 _LOOK_SECONDS = 0.2  # between looks at what a child is doing; its end is seen at once
 _LAST_LINES = 6  # of what the child has written to stderr, in an error
 REQUEST, DOING, ANSWER = "request.json", "doing", "answer.json"
@@ -86,17 +84,21 @@ def trace_job(
     request: TraceRequest,
     on_progress: Callable[[str], object] = lambda _: None,
     *,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
+    cpu_seconds: float = MOST_CPU_SECONDS,
+    idle_seconds: float = MOST_IDLE_SECONDS,
 ) -> TraceResult:
     """Trace one training step of a user's job at several sizes; `on_progress` is called with what is being done.
 
+    The child is ended when it exceeds its `TimeLimits`: CPU time, or a time in which it does nothing.
+
     H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one that returns
     something else, H413 for a sample batch without a batch dimension, H414 for a step that raises, H415 for a child
-    that died, took too long, or was killed, most probably since the host's memory was short.
+    that died, exceeded its limits, or was killed, most probably since the host's memory was short.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         folder = Path(name)
-        answer = _answer(asdict(request), folder, on_progress, timeout_seconds)
+        limits = {"cpu_seconds": cpu_seconds, "idle_seconds": idle_seconds}
+        answer = _answer(asdict(request), folder, on_progress, limits)
         traces = tuple(Trace.load(folder / file) for file in answer["files"])
     return TraceResult(
         traces=traces,
@@ -108,11 +110,13 @@ def trace_job(
 
 
 def _answer(
-    asked: dict[str, Any], folder: Path, on_progress: Callable[[str], object], timeout_seconds: float
+    asked: dict[str, Any],
+    folder: Path,
+    on_progress: Callable[[str], object],
+    limits: dict[str, float],
 ) -> dict[str, Any]:
     """Run a child and return what it answers; raise what it says, or that it died."""
     done = ["starting"]
-    deadline = time.monotonic() + timeout_seconds
 
     def follow() -> None:
         for doing in (folder / DOING).read_text().split("\n")[len(done) - 1 : -1]:
@@ -122,9 +126,10 @@ def _answer(
     (folder / REQUEST).write_text(json.dumps(asked))
     (folder / DOING).touch()
     with (folder / "stderr").open("wb") as printed, _child(folder, printed) as child:
+        time_limits = TimeLimits(child.pid, **limits)
         while child.poll() is None:
-            if time.monotonic() > deadline:
-                raise _died(f"took more than {timeout_seconds:g} s", done[-1], folder)
+            if (exceeded := time_limits.exceeded()) is not None:
+                raise _died(exceeded, done[-1], folder)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_LOOK_SECONDS)
             follow()
