@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -41,7 +40,7 @@ from holdfast.checkpoint.seal import (
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.durable import fsync_path, write_file
 from holdfast.core.errors import CheckpointError
-from holdfast.core.files import SHARED, created, opened, read_file
+from holdfast.core.files import SHARED, created, opened, read_file, remove
 
 STATE_FILE = "state.json"
 _SUFFIX = ".safetensors"
@@ -195,7 +194,7 @@ def write(store: Store, shot: Snapshot, *, unix_seconds: float, writers: Writers
         return Entry(path=writers.first(commit), save_id=save_id, global_step=shot.global_step)
     except BaseException:
         if writers.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+            remove(draft)
         raise
 
 

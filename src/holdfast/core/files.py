@@ -36,8 +36,18 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE, most: i
         odd = errno.EFBIG, f"it has more than {most} bytes"
     else:
         return descriptor
-    os.close(descriptor)
+    close_descriptor(descriptor)
     raise OSError(*odd, str(path))
+
+
+def close_descriptor(descriptor: int) -> None:
+    """Close a descriptor through which nothing was written that must be on the disk.
+
+    Linux frees the descriptor even where ``close`` fails, as it does on a network file system that could not write
+    what it had accepted. So nobody may close it again: by then its number may be another file's.
+    """
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def opened(path: Path, most: int | None = None) -> BufferedReader:
@@ -86,14 +96,33 @@ def make_folder(run: Path, *names: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or whatever else lies there, as far as the system lets us."""
-    import shutil  # most processes remove nothing
+    """Remove a folder with all that is in it, or whatever else lies there, as far as the system lets us.
 
+    Not by `shutil.rmtree`, which closes a folder's descriptor twice when closing it fails (CPython 3.11 to 3.13).
+    """
     with suppress(OSError):
-        if stat.S_ISDIR(path.lstat().st_mode):  # `rmtree` waits for whoever writes to a pipe
-            shutil.rmtree(path, ignore_errors=True)
+        if stat.S_ISDIR(path.lstat().st_mode):
+            _remove_folder(str(path), None)
         else:
             path.unlink()
+
+
+def _remove_folder(name: str, parent: int | None) -> None:
+    """Remove a folder by its name within its parent, an open folder; no link is followed on the way down."""
+    # Another one may have put something else in its place meanwhile: O_DIRECTORY refuses a pipe without waiting.
+    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        with os.scandir(folder) as entries:
+            contents = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for entry, is_folder in contents:
+            with suppress(OSError):
+                if is_folder:
+                    _remove_folder(entry, folder)
+                else:
+                    os.unlink(entry, dir_fd=folder)
+    finally:
+        close_descriptor(folder)
+    os.rmdir(name, dir_fd=parent)
 
 
 def make_run_directory(path: Path) -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from holdfast.core.events.event import Event
-from holdfast.core.files import open_file
+from holdfast.core.files import close_descriptor, open_file
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import StepSample, sample_of
 from holdfast.recorder.reader import EventParts, mark_of
@@ -51,7 +51,7 @@ class RingFollower:
         except OSError:
             return []
         finally:
-            os.close(descriptor)
+            close_descriptor(descriptor)
 
     def _all(self) -> list[Record]:
         found = [record for record in read_ring(self._path) if record.sequence > self._sequence]

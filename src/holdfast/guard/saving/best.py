@@ -112,8 +112,12 @@ class BestOf:
         draft = path.with_name(f".tmp-{path.name}")
         remove(draft)
         remove(path)
-        shutil.copytree(entry.path, draft, copy_function=_link)
-        draft.rename(path)
+        try:
+            shutil.copytree(entry.path, draft, copy_function=_link)
+            draft.rename(path)
+        except OSError:
+            remove(draft)
+            raise
 
     def _path_of(self, entry: Entry) -> Path:
         return self._folder / "checkpoints" / entry.path.name

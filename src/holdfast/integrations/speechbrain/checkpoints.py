@@ -7,13 +7,13 @@ the folder is marked as unfinished before that; one that does not verify becomes
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.seal import begin, check, is_unfinished, seal
+from holdfast.core.files import remove
 from holdfast.integrations.protocol import Emit, Framework, attempt_save, checkpoints_in, newest_checkpoint
 
 NAME = re.compile(r"CKPT.*")
@@ -40,7 +40,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
 
         def undo() -> None:
             for draft in set(self.folders()) - there:
-                shutil.rmtree(draft, ignore_errors=True)
+                remove(draft)
 
         self._refused = not self.may_save() or not attempt_save(write, "CKPT", self.emit, undo)
         return None if self._refused else found[0]

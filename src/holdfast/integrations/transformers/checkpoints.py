@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from holdfast.checkpoint.seal import begin, check, seal
 from holdfast.core.durable import write_file
+from holdfast.core.files import remove
 from holdfast.integrations.protocol import Emit, attempt_save, checkpoints_in, load, newest_checkpoint, on_all
 
 _log = logging.getLogger("holdfast")
@@ -96,7 +96,7 @@ def save_sealed(
     def undo() -> None:
         trainer.state.best_model_checkpoint = best
         if writes:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
 
     def save() -> None:
         on_all(lambda: begin(folder) if writes else None)

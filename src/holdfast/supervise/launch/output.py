@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.core.durable import free_bytes
-from holdfast.core.files import created, open_file, opened
+from holdfast.core.files import close_descriptor, created, open_file, opened
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
 _READ_BYTES = 1 << 16
@@ -87,7 +87,7 @@ class OutputLog:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        close_descriptor(self._file)
 
     def _append(self, data: bytes) -> None:
         view = memoryview(data)
@@ -127,7 +127,7 @@ class OutputLog:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        os.close(self._file)
+        close_descriptor(self._file)
         self._file = open_file(self._path, os.O_WRONLY | os.O_APPEND)
         self._size = os.fstat(self._file).st_size
 
