@@ -13,7 +13,7 @@ import socket
 import struct
 from pathlib import Path
 
-from holdfast.core.files import open_file
+from holdfast.core.files import close_descriptor, open_file
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process
 _held: set[str] = set()
@@ -35,45 +35,42 @@ class FileLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path.parent.resolve() / path.name
+        self._given_path = path
+        self._path = _without_links(path)
         self._descriptor: int | None = None
+        self._own_text = ""
 
     def acquire(self) -> None:
         """Take the lock; LockHeldError names the holder, OSError if the disk refuses."""
+        self._path = _without_links(self._given_path)
         if str(self._path) in _held:
             raise LockHeldError(f"process {os.getpid()}")
-        while True:
-            descriptor = open_file(self._path, os.O_RDWR | os.O_CREAT)
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:
-                holder = _text(descriptor)
-                os.close(descriptor)
-                raise LockHeldError(holder) from error
-            except OSError:  # such as ENOLCK: a network disk without locks
-                os.close(descriptor)
-                raise
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), self._path.lstat()):
-                    break
-            os.close(descriptor)  # whoever had it has just removed the file
-        _held.add(str(self._path))
-        self._descriptor = descriptor
-        os.ftruncate(descriptor, 0)
-        with contextlib.suppress(OSError):  # a full disk: the name of the holder is a courtesy
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        self._own_text = _text(descriptor)
+        self._take(_lock_file(self._path))
 
     def hold(self) -> None:
-        """Make sure that a lock which was taken is still there: closing any other descriptor of the file loses it.
+        """Make sure that a lock which was taken is still held, and that it is the lock of this path.
 
-        LockHeldError if another process has it by now, or has had it meanwhile.
+        It is lost when any other descriptor of the file is closed, and nobody else sees it where the file was removed
+        or its directory was moved. Then it is taken again, unless another process has had it meanwhile.
+
+        Raises:
+            LockHeldError: If another process has the lock by now, or has had it meanwhile.
+            OSError: If the disk does not say; FileNotFoundError if the directory is gone.
         """
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _text(self._descriptor) == self._own_text:
-                    return
+        if self._descriptor is None:
+            return
+        try:
+            at_path = self._given_path.lstat()
+        except FileNotFoundError:
+            self._take_again()
+            return
+        if not os.path.samestat(os.fstat(self._descriptor), at_path):
+            raise LockHeldError(_last_holder(self._given_path))
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise LockHeldError(_text(self._descriptor)) from None
+        if _text(self._descriptor) != self._own_text:
             raise LockHeldError(_text(self._descriptor))
 
     @property
@@ -89,8 +86,70 @@ class FileLock:
         """Give the lock back. Without effect if it is not held."""
         if self._descriptor is not None:
             _held.discard(str(self._path))
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            close_descriptor(descriptor)
+
+    def _take(self, descriptor: int) -> None:
+        """Keep the descriptor of a file that was just locked, and write into the file who has the lock."""
+        self._descriptor = descriptor
+        _held.add(str(self._path))
+        with contextlib.suppress(OSError):  # a full disk: the name of the holder is a courtesy
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._own_text = _text(descriptor)
+
+    def _take_again(self) -> None:
+        """Take the lock of a new file, since the old one is not at its path any more; then give that one back."""
+        path = _without_links(self._given_path)
+        if path != self._path and str(path) in _held:  # a link on the way leads elsewhere by now
+            raise LockHeldError(f"process {os.getpid()}")
+        descriptor = _lock_file(path)
+        self.release()
+        self._path = path
+        self._take(descriptor)
+
+
+def _without_links(path: Path) -> Path:
+    """Return the path with all links on the way to it followed, but not a link at its end."""
+    return path.parent.resolve() / path.name
+
+
+def _lock_file(path: Path) -> int:
+    """Return a descriptor of a file, made if missing, that was locked with it; LockHeldError or OSError if not."""
+    while True:
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                return descriptor
+        except (BlockingIOError, PermissionError):
+            holder = _text(descriptor)
+            close_descriptor(descriptor)
+            raise LockHeldError(holder) from None
+        except OSError:  # such as ENOLCK: a network disk without locks
+            close_descriptor(descriptor)
+            raise
+        close_descriptor(descriptor)  # whoever had it has just removed the file
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _last_holder(path: Path) -> str:
+    """Return who has the lock of a file that another process has put at a path, or has had it."""
+    try:
+        descriptor = open_file(path)
+    except OSError:
+        return "another process"
+    try:
+        return _text(descriptor)
+    finally:
+        close_descriptor(descriptor)
 
 
 def find_holder(path: Path) -> str | None:
@@ -104,7 +163,7 @@ def find_holder(path: Path) -> str | None:
     try:
         return _text(descriptor) if _is_locked(descriptor) else None
     finally:
-        os.close(descriptor)
+        close_descriptor(descriptor)
 
 
 def is_locked(path: Path) -> bool | None:

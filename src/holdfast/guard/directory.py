@@ -153,12 +153,24 @@ class RunDirectory:
             rule="H301",
         )
 
-    def hold(self) -> None:
-        """Raise H301 if another run has the lock by now; take it again if it was lost."""
+    def hold(self) -> bool:
+        """Raise H301 if another run has the lock by now; take it again if it was lost.
+
+        Return whether the directory itself was gone, and had to be made again. OSError if the disk does not say.
+        """
+        try:
+            return self._hold_or_make_again()
+        except LockHeldError as error:
+            raise self._locked(f"{error.holder}, or has been since this run took its lock") from None
+
+    def _hold_or_make_again(self) -> bool:
         try:
             self._lock.hold()
-        except LockHeldError as error:
-            raise self._locked(error.holder) from None
+        except FileNotFoundError:  # the directory was removed or moved; what was trained is worth saving all the same
+            make_run_directory(self.path)
+            self._lock.hold()
+            return True
+        return False
 
     def release(self) -> None:
         """Give the lock back. Without effect if it is not held."""

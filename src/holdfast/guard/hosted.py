@@ -178,6 +178,12 @@ class HostedGuard(Guard):
         """Note that the framework has loaded weights and optimizer state."""
         self._engine.state_was_replaced()
 
+    def check_lock(self) -> None:
+        """Raise H301 if another run has the run directory by now, before the framework saves."""
+        if self._session.is_open:
+            with contextlib.suppress(OSError):  # the disk does not say; the framework's save will
+                self._directory.hold()
+
     def nonfinite_state(self) -> str | None:
         """Return which weights, statistics or moments hold NaN or Inf, so that they must not be saved as good."""
         bad, count = nonfinite_tensors(self._session.must_be_finite())

@@ -174,9 +174,15 @@ def restore_random_state(carried: Mapping[str, Any]) -> None:
 
 
 def may_save(guard: HostedGuard | None) -> bool:
-    """Return whether the state is finite; else the run has returned to the last good one, or H501 is raised."""
-    why = None if guard is None else guard.nonfinite_state()
-    if guard is None or why is None:
+    """Return whether the state is finite; else the run has returned to the last good one, or H501 is raised.
+
+    H301 if another run has taken the run directory meanwhile: it would save into the same folder.
+    """
+    if guard is None:
+        return True
+    guard.check_lock()
+    why = guard.nonfinite_state()
+    if why is None:
         return True
     guard.emit(run_events.SaveRefused(why=why))
     guard.return_from(why)

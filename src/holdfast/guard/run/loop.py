@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
@@ -81,7 +81,8 @@ class Loop:
         except BaseException as error:
             behind = self._ranks.leave(error)
             self._record.left_by(behind or error)
-            if isinstance(error, Exception) and self._ranks.world_size == 1:
+            directory_is_lost = isinstance(error, RunDirectoryError)
+            if isinstance(error, Exception) and self._ranks.world_size == 1 and not directory_is_lost:
                 self._session.saving.save()  # the loader failed at a boundary: nothing is lost
             if behind is not None:
                 raise behind from error

@@ -41,6 +41,9 @@ _MOST_MEMORY = 0.25
 # ready by a thread.
 _SMALL_BYTES = 4 * 2**20
 _AHEAD_SECONDS = 3.0  # before the first save is due, its memory is made ready
+# Between two looks at boundaries whether the lock is still held; each look takes a few microseconds, on a network
+# disk perhaps a millisecond. Before a save the lock is looked at in any case.
+_HOLD_SECONDS = 5.0
 _SPARE = 1.02  # of the size: text and positions grow a little from save to save
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -101,6 +104,7 @@ class Saving:
         self._saved_at: tuple[int, int] | None = None
         self.saved_as: Entry | None = None  # the checkpoint that holds what is saved
         self._tried_at_step: int | None = None
+        self._held_at = clock.monotonic_seconds()  # when it was last looked whether the directory is still ours
         self._job: Job[_Save | None] | None = None
         self._buffers: HostBuffers | None = None
         self._in_background = policy.async_save and self._every is not None
@@ -172,7 +176,13 @@ class Saving:
             bad, count = nonfinite_tensors(self._must_be_finite())
             if count:
                 raise _unhealthy_start(bad, count)
-        self._directory.hold()
+        try:
+            self._hold_directory()
+        except OSError as error:
+            if first and (lasting := _for_good(error)) is not None:
+                raise lasting from error
+            self._failed_at_once(error, started)
+            return
         self._tried()
         try:
             shot = snapshot(self._state(), self._record.global_step)
@@ -234,6 +244,12 @@ class Saving:
     def _is_pointless(self) -> bool:
         return self._every is None or not self._run_state.may_be_saved or self._saved_at == self._position()
 
+    def _hold_directory(self) -> None:
+        """Make sure that this run alone writes into its directory; H301 if not, OSError if the disk does not say."""
+        if self._directory.hold():
+            what = f"{self._directory.path} was removed or moved while the run wrote into it; it is made again"
+            self._record.emit(run_events.RecordingMovedAside(what=what))
+
     def _tried(self) -> None:
         self._tried_at_step = self._record.global_step
         self.chooser.tried(self._clock.monotonic_seconds())
@@ -251,7 +267,7 @@ class Saving:
         buffers = self._buffers_for(needed_bytes(encoded.tensors))
         if buffers is None:
             return False if self._job is not None else None
-        self._directory.hold()
+        self._hold_directory()
         self._tried()
         shot = snapshot(encoded, self._record.global_step, buffers)
         copies: list[tuple[str, torch.Tensor]] = []
@@ -329,9 +345,13 @@ class Saving:
     # --- the writer -----------------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """Take in what the writer has finished."""
+        """Take in what the writer has finished; H301 if another run has taken the run directory meanwhile."""
         now = self._clock.monotonic_seconds()
         self.chooser.boundary(now)
+        if now - self._held_at > _HOLD_SECONDS:
+            self._held_at = now
+            with contextlib.suppress(OSError):  # the next save finds out, and says so
+                self._hold_directory()
         if self._job is not None:
             self.collected()
         if self._in_background and not self._made_ready and self._record.global_step > (self._tried_at_step or 0):
