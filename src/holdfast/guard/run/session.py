@@ -18,7 +18,6 @@ import torch
 
 from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.newest import move_aside
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.seal import reading
 from holdfast.checkpoint.store import Entry, Store
@@ -380,18 +379,11 @@ class Session:
         if entry is None:
             self._directory.check_not_lost()
             return None
-        try:
-            training = self._restore(entry)
-            with reading(entry.path):
-                self.go_on_from(training)
-                costs = [(number(stall), number(whole)) for stall, whole in training["save_costs"]]
-        except CheckpointError as error:
-            if error.rule != "H311" or self.ranks.world_size > 1:
-                raise
-            move_aside(entry.path)  # every digest is right, but it holds what no holdfast has written
-            self.record.emit(run_events.CheckpointDamaged(checkpoint=entry.path.name, why=error.what))
-            return self.resume()
+        # Every digest is right: whatever is raised from here on is no reason to touch the files.
+        training = self._restore(entry)
         with reading(entry.path):
+            self.go_on_from(training)
+            costs = [(number(stall), number(whole)) for stall, whole in training["save_costs"]]
             self._directory.resumed_from(training["run"])
         self._go_to_position_of(training)  # by the loader's own code, whose errors are no damage
         with reading(entry.path):
