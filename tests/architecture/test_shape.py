@@ -112,3 +112,13 @@ def test_comments_cite_only_what_is_there() -> None:
                     f"{path.relative_to(ROOT)}:{token.start[0]}: {each}" for each in missing(token.string, files)
                 ]
     assert not wrong
+
+
+def test_one_place_renames_checkpoints():
+    """Only the search that has just verified a checkpoint moves it aside; code that loads one cannot."""
+    callers = {
+        path.relative_to(ROOT / "src" / "holdfast").as_posix()
+        for path in SOURCE
+        if re.search(r"(?<!_)\bmove_aside\b", path.read_text())
+    }
+    assert callers == {"checkpoint/newest.py"}

@@ -220,8 +220,8 @@ def test_a_forged_manifest_is_damage(trained, tmp_path, name):
      '{"$": "device", "text": "?"}', '{"$": "bytes", "hex": "?"}', '{"$": "Counter", "items": 1}',
      '{"$": "tensor", "name": "0.weight", "stride": [1152921504606846976, 1]}', "null"],
 )  # fmt: skip
-def test_a_forged_state_is_damage(trained, tmp_path, value):
-    """What holdfast does not write is refused when it is read, and the run goes on from the checkpoint before."""
+def test_a_forged_state_is_refused_and_left_where_it_is(trained, tmp_path, value):
+    """What holdfast does not write is an H311 when it is read; only the user moves it, and goes on before it."""
     trained(tmp_path)
     newest = Store(tmp_path / "checkpoints").entries()[0]
     file = newest.path / "state.json"
@@ -233,11 +233,22 @@ def test_a_forged_state_is_damage(trained, tmp_path, value):
     result = CliRunner().invoke(make_app("checkpoints"), command)
     assert result.exit_code == 2, result.exception
     assert "H311" in result.output
-    guard, _ = guard_in(tmp_path)
+    refused_until_it_is_moved(tmp_path, newest.path)
+
+
+def refused_until_it_is_moved(run: Path, newest: Path) -> None:
+    """Check that a checkpoint whose digests are right stays, and that the fix of the error lets the run go on."""
+    before = sorted(path.name for path in newest.parent.iterdir())
+    for _ in range(2):
+        with pytest.raises(holdfast.CheckpointError, match="H311") as caught:
+            guard_in(run)
+    assert sorted(path.name for path in newest.parent.iterdir()) == before
+    aside = newest.with_name("damaged-" + newest.name)
+    assert f"mv {newest} {aside}" in caught.value.fix
+    newest.rename(aside)
+    guard, _ = guard_in(run)
     assert guard.resumed_from is not None
     assert guard.resumed_from.name.endswith("step00000004")
-    (found,) = [event for event in guard.events() if event.kind == "checkpoint_damaged"]
-    assert found.data["checkpoint"] == newest.path.name
 
 
 def forge_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -270,8 +281,8 @@ OWN: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", [*OWN, "a random state", "a weight", "moments"])
-def test_a_forged_state_of_the_guard_is_damage(trained, tmp_path, name):
-    """What no guard writes is found before anything is loaded from it, and the run goes on from the one before."""
+def test_a_forged_state_of_the_guard_is_refused_and_left_where_it_is(trained, tmp_path, name):
+    """What no guard writes is found before anything is loaded from it, and the file is not touched."""
     trained(tmp_path)
     newest = Store(tmp_path / "checkpoints").entries()[0].path
     if name == "a random state":
@@ -282,9 +293,7 @@ def test_a_forged_state_of_the_guard_is_damage(trained, tmp_path, name):
         forge_state(newest, lambda state: state["model"].update({"0.weight": 1}))
     elif name == "moments":
         forge_state(newest, lambda state: state["optimizer"].update(state="x"))
-    guard, _ = train(tmp_path, 8)
-    assert guard.resumed_from is not None
-    assert guard.resumed_from.name.endswith("step00000004")
+    refused_until_it_is_moved(tmp_path, newest)
 
 
 @pytest.mark.parametrize("part", ["optimizer", "training"])
@@ -293,7 +302,7 @@ def test_a_forged_part_is_an_error_in_words(trained, tmp_path, part):
     trained(tmp_path)
     for entry in Store(tmp_path / "checkpoints").entries():
         forge_state(entry.path, lambda state: state.update({part: "x"}))
-    with pytest.raises(holdfast.CheckpointError, match="H312"):
+    with pytest.raises(holdfast.CheckpointError, match="H311"):
         guard_in(tmp_path)
 
 

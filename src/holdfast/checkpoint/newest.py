@@ -13,7 +13,11 @@ DAMAGED = "damaged-"
 
 
 def newest_good(
-    candidates: Iterable[Path], on_refused: Callable[[Path, str], None], *, complete: bool = False
+    candidates: Iterable[Path],
+    on_refused: Callable[[Path, str], None],
+    *,
+    complete: bool = False,
+    renames: bool = False,
 ) -> Path | None:
     """Return the first checkpoint that verifies; None if none was ever whole, so that a new start loses nothing.
 
@@ -22,8 +26,10 @@ def newest_good(
 
     Args:
         candidates: Folders or files, newest first.
-        on_refused: Called with each one before it that is damaged or unfinished, and the reason; it may rename it.
+        on_refused: Called with the path of each one before it that is damaged or unfinished, and the reason.
         complete: Whether their names say that they were whole, so that one without a manifest is damaged.
+        renames: Whether these are moved aside first. Nothing else in this package renames a checkpoint: only bytes
+            that do not match their digests are a reason, never an error of the code that loads them.
 
     Raises:
         CheckpointError: H312, if one was whole and none verifies, or if one is a link that leads nowhere.
@@ -53,6 +59,8 @@ def newest_good(
     if good is None and sealed:
         raise nothing_verifies(found[0].parent, len(found), refused[0][1])
     for each, why in refused:
+        if renames:
+            move_aside(each)
         on_refused(each, why)
     return good
 
@@ -78,7 +86,7 @@ def paths_in(folder: Path) -> list[Path]:
 
 
 def move_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint so that nobody resumes from it, and return its new path."""
+    """Rename a checkpoint that did not verify, so that nobody resumes from it, and return its new path."""
     target = checkpoint.with_name(DAMAGED + checkpoint.name)
     remove(target)
     return checkpoint.rename(target)

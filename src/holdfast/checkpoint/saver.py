@@ -31,6 +31,7 @@ from holdfast.checkpoint.seal import (
     Extent,
     Manifest,
     damaged,
+    not_ours,
     read_manifest,
     reading,
     tensors_in,
@@ -278,14 +279,14 @@ def read_components(
                 folders = sorted(entry.path.glob("rank*/"), key=lambda folder: int(folder.name.removeprefix("rank")))
                 paths = [folder / (name + _SUFFIX) for folder in (entry.path, *folders)]
                 existing, share = [path for path in paths if path.exists()], partial(share_of, name)
-                with reading(entry.path):
+                with reading(entry.path, name):
                     found[name] = decode(state[name], _read_tensors(existing, (into or {}).get(name, {}), share))
     except OSError as error:
         raise unreadable(entry.path, error) from error
     except RuntimeError as error:
         if str(error).startswith(("[enforce fail", "CUDA out of memory")):  # there is no memory for it here
             raise
-        raise damaged(entry.path, f"it holds what torch refuses ({str(error)[:200]})") from error
+        raise not_ours(entry.path, error) from error
     return found
 
 

@@ -105,7 +105,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     body, _, rest = data.partition(b"\n")
     if rest != hashlib.sha256(body).hexdigest().encode() + b"\n":
         raise damaged(checkpoint, f"{FILE_NAME} does not match its own digest")
-    with reading(checkpoint):
+    try:
         tree: dict[str, Any] = json.loads(body)
         if type(tree["format"]) is int and tree["format"] > FORMAT:
             raise RunDirectoryError(
@@ -115,18 +115,23 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 rule="H303",
             )
         return _checked(tree)
+    except _ODD as error:
+        why = f"{FILE_NAME} is not what holdfast writes ({type(error).__name__}: {str(error)[:200]})"
+        raise damaged(checkpoint, why) from error
 
 
 @contextlib.contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
-    """Let what only a forged checkpoint raises be damage (H311): digests do not say who has written it."""
+def reading(checkpoint: Path, part: str = "") -> Iterator[None]:
+    """Turn what is raised while a checkpoint is read whose digests are right into `not_ours` (H311).
+
+    `part` is the component that is read, if it is one.
+    """
     try:
         yield
     except HoldfastError:
         raise
     except _ODD as error:
-        why = f"it holds what holdfast does not write ({type(error).__name__}: {str(error)[:200]})"
-        raise damaged(checkpoint, why) from error
+        raise not_ours(checkpoint, error, part) from error
 
 
 def _checked(tree: dict[str, Any]) -> Manifest:
@@ -249,6 +254,27 @@ def damaged(checkpoint: Path, why: str) -> CheckpointError:
     )
 
 
+def not_ours(checkpoint: Path, error: BaseException, part: str = "") -> CheckpointError:
+    """Return the error for a checkpoint whose digests are right and whose content no holdfast has written.
+
+    Digests do not say who made them. The checkpoint stays where it is: a mistake of ours must not cost a good one.
+    """
+    where = f"{part!r} in checkpoint {checkpoint.name}" if part else f"checkpoint {checkpoint.name}"
+    return CheckpointError(
+        f"{where} cannot be read ({type(error).__name__}: {str(error)[:200]})",
+        limit="every digest is right, so the disk has kept what was written: another program has changed it, or "
+        "holdfast has a bug. Nothing was changed on the disk",
+        fix=f"copy it again from where it came. To resume from the checkpoint before it, `mv {checkpoint} "
+        f"{_aside(checkpoint)}`.",
+        rule="H311",
+    )
+
+
+def _aside(checkpoint: Path) -> Path:
+    """Return where a checkpoint is moved that nobody shall resume from."""
+    return checkpoint.with_name(f"damaged-{checkpoint.name}")
+
+
 def unreadable(checkpoint: Path, error: OSError, name: str | None = None) -> CheckpointError | RunDirectoryError:
     """Return what a system's error means: H307 for a checkpoint that may well be whole; for lost bytes H311.
 
@@ -256,13 +282,12 @@ def unreadable(checkpoint: Path, error: OSError, name: str | None = None) -> Che
     """
     if name is not None and error.errno not in _PASSING:
         return damaged(checkpoint, f"{name} cannot be read ({error})")
-    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     return RunDirectoryError(
         f"checkpoint {checkpoint.name} cannot be read now ({error})",
         limit="that says nothing about its bytes, and going on from an older one would lose work: nothing was "
         "changed on the disk",
         fix="start again when it can be read (open files, rights, the disk). If it never can be again, "
-        f"`mv {checkpoint} {aside}` lets the run go on from the one before.",
+        f"`mv {checkpoint} {_aside(checkpoint)}` lets the run go on from the one before.",
         rule="H307",
     )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.checkpoint.newest import DAMAGED, move_aside, newest_good, nothing_verifies, paths_in
+from holdfast.checkpoint.newest import DAMAGED, newest_good, nothing_verifies, paths_in
 from holdfast.checkpoint.seal import FILE_NAME, Manifest, verify
 from holdfast.core.durable import free_bytes, rename_directory, write_file
 from holdfast.core.errors import CheckpointError
@@ -72,7 +72,6 @@ class Store:
 
         def refused(path: Path, why: str) -> None:
             if on_damaged is not None:
-                move_aside(path)
                 on_damaged(path, why)
 
         entries = {each.path: each for each in self.entries()}
@@ -81,7 +80,7 @@ class Store:
         elif not entries and (lost := self.damaged()):
             raise nothing_verifies(self.directory, len(lost), "they were moved aside before")
         try:
-            good = newest_good(entries, refused, complete=True)
+            good = newest_good(entries, refused, complete=True, renames=on_damaged is not None)
         except CheckpointError:
             if before_step is None:
                 raise

@@ -26,15 +26,16 @@ from holdfast.core.vector_functions import settle_vector_functions
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.images import keep_image
-from holdfast.guard.parts import gather_parts
+from holdfast.guard.parts import check_loader, gather_parts
 from holdfast.guard.ranks.recognise import ranks_of
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
 from holdfast.guard.run.loop import Loop
-from holdfast.guard.run.schedules import check_schedulers, validated
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery, Steps
 from holdfast.guard.saving.best import Best, BestOf, as_metric
+from holdfast.guard.saving.components import check_saveable
+from holdfast.guard.schedules import Schedules
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.stop import Interrupted, StopRequest
@@ -115,7 +116,16 @@ class Guard:
     ) -> None:
         ranks = self._ranks
         self.policy = ranks.policy(policy)
-        check_schedulers(self._parts.schedulers)
+        schedules = Schedules(
+            self._parts.schedulers,
+            self._parts.optimizers,
+            self.policy.scheduler_interval,
+            has_epochs=loader is not None,
+        )
+        if loader is not None:
+            check_loader(loader)
+        if self.policy.save_interval_steps is not None:
+            check_saveable(self._parts)
         settle_vector_functions(torch)
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
@@ -129,7 +139,7 @@ class Guard:
             self._directory = RunDirectory(run_dir, ranks.rank)
         self._record = RunRecord(self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None)
         self._engine = StepEngine(self._parts, self.policy, self._record, split, ranks)
-        self._session = Session(self._engine, self._directory, clock, self._cursor)
+        self._session = Session(self._engine, self._directory, clock, self._cursor, schedules)
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
         self._stop, saves = ranks.agreed(self._asked, self._session.saving, self._cursor)
@@ -359,7 +369,7 @@ class Guard:
         with self._ranks.together():
             self._ranks.agree("validated", lambda: {name: repr(number)})  # NaN is not equal to itself
         self._session.counters.epochs_validated = self.epoch
-        changed = validated(self._parts.schedulers, number, mode)
+        changed = self._session.schedules.validated(number, mode, self.epoch)
         if name == "loss":
             self._engine.diagnosis.validated(number)
         most = int(name != "loss") if keep is None else keep

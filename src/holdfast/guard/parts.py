@@ -7,21 +7,28 @@ appear in gradient norms, in error messages and in the files of a checkpoint.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import Dataset, IterableDataset
 
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy.kinds import Precision
+from holdfast.guard.optimizers import check_optimizer, identities
 from holdfast.guard.phase import RunState
 from holdfast.numerics.eager import as_written
+from holdfast.numerics.learning_rate import rate_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _NOTHING = contextlib.nullcontext()
@@ -99,7 +106,7 @@ class Parts:
 
     def rates(self) -> list[float]:
         """Return the learning rates of all parameter groups."""
-        return [float(group["lr"]) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        return [rate_of(group) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def update_averages(self, moved: Sequence[torch.Tensor]) -> None:
         """Let each average whose model holds one of the parameters that were moved take in the weights of now."""
@@ -164,6 +171,7 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any, average
     if wrappers:  # names are those of the bare model, whatever it is trained in
         bare: dict[str, nn.Module] = {**models, **{name: each.module for name, each in wrappers.items()}}
         models, _ = as_written(bare)
+    check_shapes("model", models)
     averages = _averages(averaged, models)
     named = {"averaged" + f".{name}" * (name != "model"): each for name, each in averages.items()}
     states = {} if state is None or (isinstance(state, dict) and not state) else _named(state, "state", Stateful)
@@ -178,44 +186,124 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any, average
         states={**states, **named},
         averages=averages,
     )
+    check_shapes("state", parts.states)
+    _check_overlap(optimizers)
     owned = {id(parameter) for _, parameter in parts.named_parameters()}
     for name, each in optimizers.items():
-        _check_optimizer(name, each, owned)
+        check_optimizer(name, each, owned)
     return parts
 
 
+def _check_overlap(optimizers: Mapping[str, Optimizer]) -> None:
+    """Raise H105 for an optimizer that is given beside a wrapper of it: one call would step it twice."""
+    owners: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        for identity in identities(optimizer):
+            if owners.setdefault(identity, name) != name:
+                raise _wrong(
+                    f"optimizers {owners[identity]!r} and {name!r} are one, or one wraps the other",
+                    "each step would move the same weights twice",
+                )
+
+
 def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
+    """Return what was given by name, each of it an instance of `kind` and given once."""
     found = dict(given) if isinstance(given, Mapping) else {what: given}
+    names: dict[int, str] = {}
     for name, value in found.items():
-        fine = isinstance(value, kind) and isinstance(name, str) and name != "" and "/" not in name
-        if not fine:
-            needed = "something with state_dict and load_state_dict" if kind is Stateful else f"a torch {what}"
-            raise _wrong(f"{what} {name!r} is a {type(value).__name__}", f"{needed} is needed, or a dict of such")
+        fits = is_stateful(value) if kind is Stateful else isinstance(value, kind)
+        if not (fits and isinstance(name, str) and name != "" and "/" not in name):
+            needed = f"a torch {what}"
+            if kind is Stateful:
+                needed = "something with state_dict() and load_state_dict(state)"
+            raise _wrong(f"{what} {name!r} is {_described(value)}", f"{needed} is needed, or a dict of such")
+        if id(value) in names:
+            raise _wrong(f"{what} {name!r} is the same object as {names[id(value)]!r}", "it would be used twice")
+        names[id(value)] = name
     if not found:
         raise _wrong(f"{what}={given!r}", "at least one is needed")
     return found
 
 
+def _described(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether ``state_dict()`` and ``load_state_dict(state)`` of an object can be called so."""
+    if isinstance(value, type):
+        return False
+    return _takes(getattr(value, "state_dict", None), 0) and _takes(getattr(value, "load_state_dict", None), 1)
+
+
+def _takes(method: Any, count: int) -> bool:
+    """Return whether something can be called with so many arguments, as far as its signature shows."""
+    if not callable(method):
+        return False
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):
+        # Written in C.
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def check_loader(loader: Any) -> None:
+    """Raise H105 for what is no iterable of batches, or has none left."""
+    limit = "it is iterated for batches"
+    fix = "pass a DataLoader or another iterable of batches."
+    if _is_dataset(loader):
+        limit = "it is a dataset, which yields samples and not batches"
+        fix = f"pass holdfast.DataLoader(dataset, batch_size=...) of this {type(loader).__name__}."
+    elif isinstance(loader, (torch.Tensor, np.ndarray)):
+        limit = "its rows are samples and not batches"
+        fix = "pass holdfast.DataLoader(tensor, batch_size=...); if its rows are batches, list(tensor)."
+    elif isinstance(loader, Mapping):
+        limit = "iterating it yields its keys"
+        fix = "pass one loader; holdfast.DataLoader over a dataset of dicts gives batches of several kinds."
+    elif isinstance(loader, (str, bytes)):
+        limit = "iterating it yields characters"
+    elif isinstance(loader, Generator) and inspect.getgeneratorstate(loader) == inspect.GEN_CLOSED:
+        limit = "it has ended, so no batch is left"
+        fix = "make it again; better, pass an object whose __iter__ begins an epoch."
+    elif isinstance(loader, Iterable) and not isinstance(loader, type):
+        return
+    elif callable(loader):
+        limit += ", and a function or a class is none until it is called"
+        fix = "pass what it returns."
+    raise PolicyError(f"loader is {_described(loader)}", limit=limit, fix=fix, rule="H105")
+
+
+def _is_dataset(loader: Any) -> bool:
+    """Return whether this is a dataset with an index, torch's or one of the ``datasets`` package.
+
+    One without an index may yield whole batches.
+    """
+    if isinstance(loader, Dataset):
+        return not isinstance(loader, IterableDataset)
+    return type(loader).__module__ == "datasets.arrow_dataset"
+
+
+def check_shapes(kind: str, modules: Mapping[str, Any]) -> None:
+    """Raise H105 for parameters and buffers that have no shape until the first batch, such as those of LazyLinear."""
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            continue
+        tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+        lazy = [key for key, tensor in tensors if is_lazy(tensor)]
+        if lazy:
+            raise PolicyError(
+                f"{kind} {name!r} has {len(lazy)} tensor(s) without a shape, the first is {lazy[0]}",
+                limit="a lazy layer makes them in its first forward pass, and a guard saves them before",
+                fix="run one batch through the model first, then make the optimizer and the Guard.",
+                rule="H105",
+            )
+
+
 def _wrong(what: str, limit: str) -> PolicyError:
     fix = 'pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.'
     return PolicyError(what, limit=limit, fix=fix, rule="H105")
-
-
-def _check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise PolicyError(
-            f"optimizer {name!r} is LBFGS",
-            limit="its step evaluates the loss several times, which is not one transaction",
-            fix="use an optimizer whose step() needs no closure, for instance AdamW.",
-            rule="H107",
-        )
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
-    if strangers:
-        raise PolicyError(
-            f"optimizer {name!r} holds {len(strangers)} parameter(s) of no model given to Guard, "
-            f"the first of shape {tuple(strangers[0].shape)}",
-            limit="they would be missing from every checkpoint",
-            fix='pass the module that owns them too: model={"net": net, "loss": loss_module}; if the model was '
-            "moved or copied after the optimizer was made, make the optimizer last.",
-            rule="H106",
-        )

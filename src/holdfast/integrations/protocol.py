@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 
 from holdfast.checkpoint.codec import Encoder, decode
-from holdfast.checkpoint.newest import move_aside, newest_good, out_of_reach, paths_in
+from holdfast.checkpoint.newest import DAMAGED, newest_good, out_of_reach, paths_in
 from holdfast.checkpoint.saver import on_all as among_ranks
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
@@ -221,10 +221,10 @@ def newest_checkpoint(
     """
 
     def refused(path: Path, why: str) -> None:
-        damaged = run_events.CheckpointDamaged(checkpoint=path.name, why=why, kept=move_aside(path).name)
+        damaged = run_events.CheckpointDamaged(checkpoint=path.name, why=why, kept=DAMAGED + path.name)
         (emit or log_event)(damaged)
 
-    good = newest_good(candidates, refused)
+    good = newest_good(candidates, refused, renames=True)
     if good is None and run_dir is not None:
         check_found(run_dir, anew="ask for a new start, ")
     return good

@@ -16,6 +16,7 @@ from holdfast.learning.facts import OptimizerFacts, SchedulerFacts
 from holdfast.learning.layers import Gradients
 from holdfast.learning.measures import append_newest, dense_gradient, median, norms_of, spread_of
 from holdfast.numerics.eager import is_symbolic
+from holdfast.numerics.learning_rate import rate_of
 
 START_ROUNDS = 8
 """Steps of each optimizer in which it is checked where gradients start."""
@@ -52,9 +53,9 @@ class OptimizerObserver:
 
     def _learning_rate(self) -> float:
         groups = self.optimizer.param_groups
-        highest = float(groups[0]["lr"]) if groups else 0.0
+        highest = rate_of(groups[0]) if groups else 0.0
         for group in groups:
-            highest = max(highest, float(group["lr"]))
+            highest = max(highest, rate_of(group))
         return highest
 
     def begin_step(self, *, closure: bool) -> None:
@@ -140,6 +141,8 @@ class OptimizerObserver:
         found = [
             (key, spread_of(value))
             for state in self.optimizer.state.values()
+            # Some optimizers keep numbers of their own beside the state of parameters.
+            if isinstance(state, Mapping)
             for key, value in state.items()
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]

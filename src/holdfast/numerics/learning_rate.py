@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -28,6 +29,12 @@ class Advice:
     eps: tuple[float, ...] = ()  # by parameter group; empty: leave it
     reason: str  # why, and where the rule ends
     source: str  # where it was published; empty for no change
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a group of parameters; 1 where the optimizer finds its steps without one."""
+    rate = group.get("lr")
+    return 1.0 if rate is None else float(rate)
 
 
 def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> Advice:

@@ -6,6 +6,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.core.errors import PolicyError
+from holdfast.guard.optimizers import has_torch_layout
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.one import OneRank
 
@@ -66,6 +67,9 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
             if (why := why_unknown(parameter, distributed.get_world_size())) is not None:
                 raise _refused(f"model {name!r} {why}")
     (optimizer,) = parts.optimizers.values()
+    if not has_torch_layout(optimizer.state_dict()):
+        # Each rank saves its rows of the moments, which are found by their names.
+        raise _refused(f"the state_dict of a {type(optimizer).__name__} is not laid out as torch's")
     return Ranks(Sharded(parts.models[names[0]]), optimizer)
 
 

@@ -9,11 +9,14 @@ from torch import distributed
 from torch.optim import Optimizer
 
 from holdfast.core.errors import OutOfMemoryError
+from holdfast.guard.optimizers import has_torch_layout
 from holdfast.guard.ranks.messages import Messages
 
 
 def take_state(optimizer: Optimizer, source: int, messages: Messages, group: Any, device: torch.device) -> None:
     """Take what the optimizer of a rank holds and moves, on all ranks; H402 if theirs holds other things."""
+    if not has_torch_layout(optimizer.state_dict()):
+        raise without_help("the optimizer keeps state of its own, which no other rank can hand over")
     found = [(p, optimizer.state.get(p, {})) for each in optimizer.param_groups for p in each["params"]]
     forms = [[[key, list(getattr(state[key], "shape", []))] for key in sorted(state)] for _, state in found]
     if any(each != forms for each in messages.exchange("forms of state", forms)):

@@ -15,7 +15,6 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
 from holdfast.guard.ranks.one import Saves
 from holdfast.guard.record import End
-from holdfast.guard.run.schedules import advance, needs_metric
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery
 from holdfast.guard.stop import Interrupted, StopRequest
@@ -135,9 +134,7 @@ class Loop:
             made = self._record.global_step - steps if is_whole else None
             ended = run_events.EpochEnded(epochs=cursor.epoch, steps=made, batches=batches, batch_size=size)
             self._record.emit(ended)
-        if self._session.policy.scheduler_interval == "epoch":
-            parts = self._session.parts
-            advance(parts.schedulers, parts.optimizers, list(parts.optimizers))
+        self._session.schedules.after_epoch(cursor.epoch)
         self._save_if_due()
         if self._record.global_step >= _STEPS_WITHOUT_METRIC:
             self._report_waiting_schedulers(cursor.epoch)
@@ -146,10 +143,7 @@ class Loop:
         """Report once which schedulers need a metric and were never given one, by no process of the run."""
         if epochs < _EPOCHS_WITHOUT_METRIC or self._session.validated or self._reported_waiting:
             return
-        schedulers = self._session.parts.schedulers
-        waiting = [
-            name for name, each in schedulers.items() if needs_metric(each) and not getattr(each, "last_epoch", 0)
-        ]
+        waiting = self._session.schedules.waiting()
         if waiting:
             self._reported_waiting = True
             self._record.emit(run_events.SchedulersWait(schedulers=tuple(waiting), fix="call guard.validated(loss)"))

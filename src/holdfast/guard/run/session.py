@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -18,7 +19,6 @@ import torch
 
 from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.newest import move_aside
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.seal import reading
 from holdfast.checkpoint.store import Entry, Store
@@ -28,20 +28,24 @@ from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor, check_position
 from holdfast.guard.directory import RunDirectory
+from holdfast.guard.optimizers import SPREAD_STATE, WHOLE_STATE, form_of_state, state_tensors
 from holdfast.guard.phase import Phase
 from holdfast.guard.record import End, described
 from holdfast.guard.result import Counters, Statistics
 from holdfast.guard.saving.components import (
     changes_without_a_step,
     check_fits,
+    check_saveable,
     component_names,
     gather,
     has_weights_of,
     live_tensors,
     load,
+    states_now,
 )
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.saving.snapshots import Kept, Snapshots
+from holdfast.guard.schedules import Schedules
 from holdfast.guard.splitting.loss_functions import called_inside
 from holdfast.guard.state.trees import copied_to_host
 from holdfast.guard.step.engine import StepEngine
@@ -60,11 +64,19 @@ _CHANGED = "the weights, buffers or moments were changed without a step, so they
 class Session:
     """Restores one run, and knows what its checkpoints hold."""
 
-    def __init__(self, engine: StepEngine, directory: RunDirectory, clock: Clock, cursor: Cursor | None) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        directory: RunDirectory,
+        clock: Clock,
+        cursor: Cursor | None,
+        schedules: Schedules,
+    ) -> None:
         self._engine = engine
         self._directory = directory
         self.clock = clock
         self.cursor = cursor
+        self.schedules = schedules
         self.record = record = engine.record
         self.ranks = ranks = engine.ranks
         self._of_ranks: dict[str, Any] | None = None  # what the newest checkpoint holds of each
@@ -87,6 +99,8 @@ class Session:
         self.validated = False  # a metric was given, for schedulers that need one
         self._settings = parts.settings()  # those that the run began with
         self._groups: int | None = len(parts.rates())  # None: it is said that there are others now
+        # Optimizers whose state was not looked at since their first step, which makes most of it.
+        self._new_state = set(parts.optimizers)
         self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
         self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
         self._drawn_at: tuple[tuple[int, int], RandomState] | None = None  # belongs to that position for certain
@@ -210,6 +224,17 @@ class Session:
         """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
         return self.policy.spike_action == "off" or self.spikes.is_calm()
 
+    def check_new_state(self, names: Sequence[str]) -> None:
+        """Raise H310 or H105 once after the first step of an optimizer if no checkpoint can hold its state.
+
+        Otherwise each save would fail, and the whole run would be lost.
+        """
+        if self._new_state:
+            new = self._new_state.intersection(names)
+            self._new_state -= new
+            if new and self.policy.save_interval_steps is not None:
+                check_saveable(self.parts, new)
+
     def save_first(self) -> None:
         """Have a state to return to before the first step."""
         self._hear_ranks()
@@ -250,8 +275,21 @@ class Session:
     def _hear_ranks(self) -> bool:
         """Learn what a checkpoint holds of each; return whether one of them still writes the last one."""
         self._of_ranks = found = self.ranks.states(self.own_state)
-        busy = [each.pop("busy") for each in ([] if found is None else found["each"])]
+        each_rank = [] if found is None else found["each"]
+        busy = [rank.pop("busy") for rank in each_rank]
+        forms = {rank.pop("form_of_optimizers") for rank in each_rank}
+        if len(forms) > 1:
+            self._check_state_is_alike()
         return any(busy)
+
+    def _check_state_is_alike(self) -> None:
+        """Raise H108 on all ranks if their optimizers hold different tensors, since one rank saves for all."""
+        optimizers = self.parts.optimizers.items()
+        forms = {f"the state of optimizer {name!r}": form_of_state(optimizer) for name, optimizer in optimizers}
+        try:
+            self.ranks.agree("the state of optimizers", lambda: forms)
+        except PolicyError as error:
+            raise PolicyError(error.what, limit=SPREAD_STATE, fix=WHOLE_STATE, rule="H108") from error
 
     def own_state(self) -> dict[str, Any]:
         """Return what may differ between ranks."""
@@ -260,6 +298,7 @@ class Session:
             "position": None if self.cursor is None else self.cursor.state_dict(),
             "ladder": self.ladder.state_dict(),
             "busy": self.saving.is_busy,
+            "form_of_optimizers": zlib.crc32(repr(list(map(form_of_state, self.parts.optimizers.values()))).encode()),
             "buffers": {} if self.ranks.shares is None else self._engine.buffers.now(),
         }
 
@@ -348,10 +387,8 @@ class Session:
             if parameter.requires_grad:
                 yield name, local(parameter)
         for optimizer_name, optimizer in self.parts.optimizers.items():
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items() if isinstance(state, Mapping) else ():
-                    if isinstance(value, torch.Tensor):
-                        yield f"{optimizer_name}: {key} of {names.get(id(parameter), '?')}", local(value)
+            for key, value in state_tensors(optimizer, names):
+                yield f"{optimizer_name}: {key}", local(value)
         yield from self._engine.buffers.running_statistics()
 
     def training_state(self) -> dict[str, Any]:
@@ -368,7 +405,7 @@ class Session:
             "loss_scale": self._engine.loss_scale.state_dict(), "spikes": self.spikes.state_dict(),
             "diagnosis": self._engine.diagnosis.state_dict(),
             "save_costs": [list(pair) for pair in self.saving.chooser.costs], "run": self._directory.run_id,
-            "settings": self._settings,
+            "settings": self._settings, "schedules": self.schedules.state_dict(),
         }  # fmt: skip
 
     # --- restore --------------------------------------------------------------------------------------------
@@ -380,18 +417,11 @@ class Session:
         if entry is None:
             self._directory.check_not_lost()
             return None
-        try:
-            training = self._restore(entry)
-            with reading(entry.path):
-                self.go_on_from(training)
-                costs = [(number(stall), number(whole)) for stall, whole in training["save_costs"]]
-        except CheckpointError as error:
-            if error.rule != "H311" or self.ranks.world_size > 1:
-                raise
-            move_aside(entry.path)  # every digest is right, but it holds what no holdfast has written
-            self.record.emit(run_events.CheckpointDamaged(checkpoint=entry.path.name, why=error.what))
-            return self.resume()
+        # Every digest is right: whatever is raised from here on is no reason to touch the files.
+        training = self._restore(entry)
         with reading(entry.path):
+            self.go_on_from(training)
+            costs = [(number(stall), number(whole)) for stall, whole in training["save_costs"]]
             self._directory.resumed_from(training["run"])
         self._go_to_position_of(training)  # by the loader's own code, whose errors are no damage
         with reading(entry.path):
@@ -488,8 +518,9 @@ class Session:
         into = live_tensors(self.parts) if in_place else {}
         shares = {} if self.ranks.shares is None else {"share_of": self.ranks.shares(self.parts)}
         trees = read_components(entry, component_names(self.parts), into, **shares)
+        live = states_now(self.parts)
         with reading(entry.path):
-            check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
+            check_fits(trees, live, self.parts, f"checkpoint {entry.path.name}")
             check_own(self._of_this_rank(trees["training"]))
         return self._put_back(trees)
 
@@ -500,6 +531,8 @@ class Session:
         self._engine.loss_scale.load_state_dict(training["loss_scale"])
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
+        # A checkpoint of an earlier version holds no counts: there all steps are those of the only optimizer.
+        self.schedules.load_state_dict(training.get("schedules", {}), otherwise=training["global_step"])
         return training
 
     def _of_this_rank(self, training: Mapping[str, Any]) -> dict[str, Any]:
@@ -512,4 +545,6 @@ def check_own(training: Mapping[str, Any]) -> None:
     RandomState.from_tree(training["random_state"])
     if training["position"] is not None:
         check_position(training["position"])
+    for name in training.get("schedules", {}):
+        count(training["schedules"][name])
     _ = training["loss_scale"], training["run"], {**training["settings"]}, {**training["schedulers"]}

@@ -19,7 +19,6 @@ from holdfast.core.errors import (
 from holdfast.core.events import run_events
 from holdfast.core.events.event import Decision, Promise, RollBack, SkipStep, Stop
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Provenance, StepResult
-from holdfast.guard.run.schedules import advance
 from holdfast.guard.run.session import Session
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
@@ -372,8 +371,8 @@ class Steps:
         session.counters.note_good_step(self._record.global_step)
         if facts.overflowed:
             self._record.emit(run_events.NormOverflowed(total=facts.total))
-        if self.parts.schedulers and session.policy.scheduler_interval == "step":
-            advance(self.parts.schedulers, self.parts.optimizers, names)
+        session.schedules.after_step(names)
+        session.check_new_state(names)
         larger = session.ladder.decide_after_step(batch_size=outcome.size or 1, attempts=outcome.attempts)
         if larger is not None:
             self._record.emit(larger)

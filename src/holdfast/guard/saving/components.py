@@ -8,23 +8,27 @@ training                       schedulers, scaler, random state, position, memor
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from holdfast.checkpoint.buffers import Groups
 from holdfast.checkpoint.expanded import made_dense
 from holdfast.checkpoint.saver import encode, read_state, same_tensors, saved_names
 from holdfast.checkpoint.store import Entry
-from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
+from holdfast.core.errors import CheckpointError, HoldfastError, PolicyError, RunDirectoryError
+from holdfast.guard.optimizers import has_torch_layout, load_optimizer
 from holdfast.guard.parts import Parts
+from holdfast.guard.schedules import load_state, state_of
 from holdfast.guard.state.trees import copied
+from holdfast.loader.signalled import let_through
+from holdfast.memory.oom import find_out_of_memory
 from holdfast.numerics.gradients import local
 
 
@@ -58,18 +62,62 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
     trees["training"] = {
         **training,
         "model_metadata": metadata,
-        "schedulers": {name: scheduler.state_dict() for name, scheduler in parts.schedulers.items()},
+        "schedulers": {name: state_of(scheduler) for name, scheduler in parts.schedulers.items()},
         "kinds": _kinds(parts),
     }
     return trees
 
 
-def live_tensors(parts: Parts) -> Groups:
-    """Return the tensors of models and optimizers, by component and by their name in a checkpoint."""
+def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:
+    """Ask schedulers and the optimizers of these names (None: all) for their state, before work is done.
+
+    Raises:
+        PolicyError: H105, for one that raises something.
+        CheckpointError: H310, for state that a checkpoint cannot hold.
+    """
+    trees: dict[str, Any] = {}
+    for name in parts.optimizers if names is None else names:
+        optimizer = parts.optimizers[name]
+        with _asking_for_state(f"optimizer {name!r}", optimizer):
+            trees[component_of("optimizer", name)] = optimizer.state_dict()
+    for name, scheduler in parts.schedulers.items():
+        with _asking_for_state(f"scheduler {name!r}", scheduler):
+            trees[f"scheduler.{name}"] = state_of(scheduler)
+    encode(copied(trees, local))
+
+
+@contextlib.contextmanager
+def _asking_for_state(part: str, value: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        let_through(error)
+        if isinstance(error, HoldfastError) or find_out_of_memory(error) is not None:
+            raise
+        raise PolicyError(
+            f"{part}, a {type(value).__name__}, raises {_told(error)} when it is asked for its state_dict()",
+            limit="no checkpoint could be saved",
+            fix="let state_dict() work before the first step too, or use another one; "
+            "save_interval_steps=None trains without checkpoints.",
+            rule="H105",
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def states_now(parts: Parts) -> dict[str, Any]:
+    """Return the state of models and optimizers as it is now, by component; their tensors are the live ones."""
     trees: dict[str, Any] = {}
     trees |= {component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
     trees |= {component_of("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
-    return encode(copied(trees, local)).tensors
+    return trees
+
+
+def live_tensors(parts: Parts) -> Groups:
+    """Return the tensors of models and optimizers, by component and by their name in a checkpoint."""
+    return encode(copied(states_now(parts), local)).tensors
 
 
 def _kinds(parts: Parts) -> dict[str, str]:
@@ -88,8 +136,11 @@ def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
     """
     trees: dict[str, Any] = {f"state.{name}": each.state_dict() for name, each in parts.states.items()}
     for name, optimizer in parts.optimizers.items():
-        trees[component_of("optimizer", name)] = {"param_groups": optimizer.state_dict()["param_groups"]}
-    trees["training"] = {"schedulers": {name: each.state_dict() for name, each in parts.schedulers.items()}}
+        state = optimizer.state_dict()
+        if has_torch_layout(state):
+            state = {"param_groups": state["param_groups"]}
+        trees[component_of("optimizer", name)] = state
+    trees["training"] = {"schedulers": {name: state_of(each) for name, each in parts.schedulers.items()}}
     now, then = encode(trees), read_state(entry)
     for component, state in now.state.items():
         saved = then.get(component)
@@ -103,23 +154,35 @@ def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
 def has_weights_of(parts: Parts, entry: Entry) -> bool:
     """Return whether weights, buffers and moments are those of a checkpoint. Cost: digests of all tensors."""
     for component, found in live_tensors(parts).items():
-        names = {name for name in found if not name.startswith("param_groups")}  # such as a rate that is a tensor
-        saved = {name for name in saved_names(entry, component) if not name.startswith("param_groups")}
+        names = {name for name in found if not _is_of_a_group(name)}
+        saved = {name for name in saved_names(entry, component) if not _is_of_a_group(name)}
         if names != saved or not same_tensors(entry, component, {name: found[name] for name in names}):
             return False
     return True
 
 
+def _is_of_a_group(name: str) -> bool:
+    """Return whether a tensor belongs to a group of parameters, such as a rate that is a tensor."""
+    return "param_groups" in name.split(".")
+
+
 # --- back into the objects ------------------------------------------------------------------------------------
 
 
-def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
-    """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded."""
-    for name, model in parts.models.items():
+def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, where: str) -> None:
+    """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded.
+
+    Args:
+        trees: What was read, by component.
+        live: `states_now` of the same parts.
+        parts: What it is to be loaded into.
+        where: The name of the checkpoint, for messages.
+    """
+    for name in parts.models:
         component = component_of("model", name)
         if component not in trees:
             raise _other_run(f"it holds no model {name!r}", where)
-        _check_model(component, trees[component], model.state_dict(), where)
+        _check_model(component, trees[component], live[component], where)
         if not all(isinstance(each, dict) for each in trees["training"]["model_metadata"][name].values()):
             raise TypeError("what is known of a module is no mapping")
     saved, here = trees["training"]["kinds"], _kinds(parts)
@@ -130,15 +193,23 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
             raise _other_parts(f"it holds no {name}", where)
         if saved[name] != here[name]:
             raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
-    for name, optimizer in parts.optimizers.items():
-        saved_groups = trees[component_of("optimizer", name)]["param_groups"]
-        _ = {**trees[component_of("optimizer", name)]["state"]}  # a mapping
-        was = [len(group["params"]) for group in saved_groups]
-        if len({key for group in saved_groups for key in group["params"]}) != sum(was):
-            raise ValueError("a parameter of the optimizer is there twice")
-        now = [len(group["params"]) for group in optimizer.param_groups]
-        if was != now:
-            raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
+    for name in parts.optimizers:
+        component = component_of("optimizer", name)
+        # What lies in the state of a wrapper, such as Lookahead, is checked by its own load_state_dict.
+        if has_torch_layout(live[component]):
+            _check_groups(name, trees[component], live[component], where)
+
+
+def _check_groups(name: str, saved: Any, live: Mapping[str, Any], where: str) -> None:
+    if not has_torch_layout(saved):
+        raise TypeError("the state of the optimizer is not that of a torch optimizer")
+    saved_groups = saved["param_groups"]
+    was = [len(group["params"]) for group in saved_groups]
+    if len({key for group in saved_groups for key in group["params"]}) != sum(was):
+        raise ValueError("a parameter of the optimizer is there twice")
+    now = [len(group["params"]) for group in live["param_groups"]]
+    if was != now:
+        raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
 
 
 def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
@@ -173,16 +244,41 @@ def _other_parts(what: str, where: str) -> HoldfastError:
 
 
 def load(trees: Mapping[str, Any], parts: Parts) -> None:
-    """Put saved state into the objects. `check_fits` was called before."""
+    """Put saved state into the objects, each through its own ``load_state_dict``. `check_fits` was called before.
+
+    Raises:
+        CheckpointError: H313, for an object that raises something. The checkpoint is as good as it was.
+    """
     training = trees["training"]
     for name, model in parts.models.items():
-        _load_model(model, trees[component_of("model", name)], training["model_metadata"][name])
+        with _loading(f"model {name!r}", model):
+            _load_model(model, trees[component_of("model", name)], training["model_metadata"][name])
     for name, optimizer in parts.optimizers.items():
-        _load_optimizer(optimizer, trees[component_of("optimizer", name)])
+        with _loading(f"optimizer {name!r}", optimizer):
+            load_optimizer(optimizer, trees[component_of("optimizer", name)])
     for name, scheduler in parts.schedulers.items():
-        scheduler.load_state_dict(training["schedulers"][name])
+        with _loading(f"scheduler {name!r}", scheduler):
+            load_state(scheduler, training["schedulers"][name])
     for name, stateful in parts.states.items():
-        stateful.load_state_dict(trees[f"state.{name}"])
+        with _loading(f"state {name!r}", stateful):
+            stateful.load_state_dict(trees[f"state.{name}"])
+
+
+@contextlib.contextmanager
+def _loading(part: str, value: Any) -> Iterator[None]:
+    """Name the part that cannot take back what it has saved."""
+    try:
+        yield
+    except Exception as error:
+        let_through(error)
+        if isinstance(error, HoldfastError) or find_out_of_memory(error) is not None:
+            raise
+        raise CheckpointError(
+            f"{part}, a {type(value).__name__}, cannot load the state that it saved ({_told(error)})",
+            limit="the checkpoint verifies and was left as it is",
+            fix="make its load_state_dict take what its state_dict returns, then start again.",
+            rule="H313",
+        ) from error
 
 
 def _load_model(model: nn.Module, saved: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
@@ -190,15 +286,3 @@ def _load_model(model: nn.Module, saved: Mapping[str, Any], metadata: Mapping[st
     state._metadata = metadata  # type: ignore[attr-defined]
     with made_dense([*model.parameters(), *model.buffers()]):
         model.load_state_dict(state)
-
-
-def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    optimizer.load_state_dict(saved)
-    # torch casts state to the type of its parameter; fp32 moments of bf16 weights would lose their bits.
-    ids = [key for group in saved["param_groups"] for key in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for key, parameter in zip(ids, parameters, strict=True):
-        for entry, value in saved["state"].get(key, {}).items():
-            now = optimizer.state[parameter][entry]
-            if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
-                optimizer.state[parameter][entry] = value.to(now.device)
