@@ -15,6 +15,7 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
 from holdfast.guard.ranks.one import Saves
 from holdfast.guard.record import End
+from holdfast.guard.run.own_steps import OwnStepsRefused
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery
 from holdfast.guard.stop import Interrupted, StopRequest
@@ -37,6 +38,7 @@ class Loop:
         self._saves = saves
         self._recovery = recovery
         self._state = session.state
+        self._own_steps = OwnStepsRefused(session.parts, session.state, session.record.left_by)
         self._postponed = False  # a save that is due waits
         self._reported_waiting = False
         self._epochs = 0  # whole ones, of this loop
@@ -65,8 +67,9 @@ class Loop:
         how: End = "failed"
         try:
             self._session.save_first()
-            while not finished():
-                yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
+            with self._own_steps:
+                while not finished():
+                    yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
             if self._stop.reason is not None:
                 self._stop.honoured = True
                 self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
