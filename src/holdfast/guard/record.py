@@ -37,7 +37,7 @@ _MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user'
 # ranks record alike, and one shows; then those of one rank.
 _OF_ALL = (
     SkipStep, RollBack, Stop, run_events.SaveFailed, run_events.SaveRefused, run_events.LossScaleCollapsed,
-    run_events.StopRequested, run_events.NotRestored, run_events.DiagnosisLimited, run_events.SplitRefused,
+    run_events.StopRequested, run_events.NotRestored, run_events.DiagnosisLimited, run_events.SplitStopped,
     run_events.Spike, run_events.Finding,
     run_events.SideEffects, run_events.SchedulersWait, run_events.RolledBack, run_events.SavePostponed,
     run_events.RanksNotDivided, run_events.ChangesNotSaved, run_events.NotSaved, run_events.BeginsAnew,
@@ -62,7 +62,7 @@ class RunRecord:
 
     def __init__(self, directory: Path, clock: Clock, rank: int | None = None) -> None:
         self._directory, self._rank = directory, rank
-        self._clock = clock
+        self.clock = clock
         self._box: BlackBox | None = None
         self._lock = threading.RLock()  # reentrant, for a signal handler of the caller that records
         self._process = 0
@@ -94,7 +94,7 @@ class RunRecord:
     def describe(self, settings: Mapping[str, Any]) -> None:
         """Keep what the run is set to, see `write_settings`, and what it was started with."""
         write_settings(self._directory, settings)
-        write_json(self._directory / START_FILE, facts_of_start(sys.orig_argv, self._clock.unix_seconds()))
+        write_json(self._directory / START_FILE, facts_of_start(sys.orig_argv, self.clock.unix_seconds()))
 
     def close(self, how: End | None = None) -> None:
         """End the recording with how the run ended; None: "finished", unless an error is on its way out."""
@@ -141,7 +141,7 @@ class RunRecord:
     def emit(self, data: EventData, *, global_step: int | None = None) -> None:
         """Record what happened at a step, such as that of a checkpoint finished now; None: the present one."""
         step = self.global_step if global_step is None else global_step
-        event = Event(kind=data.kind, global_step=step, unix_seconds=self._clock.unix_seconds(), data=data.facts())
+        event = Event(kind=data.kind, global_step=step, unix_seconds=self.clock.unix_seconds(), data=data.facts())
         if os.getpid() == self._process:
             with self._lock:
                 if self._box is not None:

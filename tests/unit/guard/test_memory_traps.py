@@ -268,10 +268,26 @@ def test_batch_norm_is_split_only_when_allowed_by_name(tmp_path, caplog, allowed
         assert the_event(guard, "split").data["promise"] == "changes training"
     else:
         assert said[0].data["allow_split_with"] == "batch_norm"
-        assert "[step 0] nothing to do unless memory runs short, " in caplog.text  # a healthy run is told so
+        assert not caplog.records  # memory is not short, so there is nothing to do
         with pytest.raises(holdfast.OutOfMemoryError, match=r"(?s)BatchNorm1d.*allow_split_with"):
             guard.step(torch.randn(8, 6), loss)
         assert_same(tensors_of(model), before)
+
+
+@pytest.mark.parametrize("micro_batch_size", ["auto", 4])
+def test_what_ends_the_run_is_said_by_its_error_alone(tmp_path, caplog, micro_batch_size):
+    """A loss function that raises is no reason to speak of splitting first: its own error is all that is shown."""
+    model = small_model()
+    guard = guarded(tmp_path, model, micro_batch_size=micro_batch_size)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("labels")
+
+    with pytest.raises((KeyError, holdfast.BatchError)) as caught:
+        guard.step(torch.randn(8, 6), loss)
+
+    assert "labels" in str(caught.value)
+    assert not caplog.records
 
 
 def in_batch_negatives(model: nn.Module) -> Any:

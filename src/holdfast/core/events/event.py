@@ -14,8 +14,6 @@ from typing import Any, ClassVar, Literal, dataclass_transform
 
 Promise = Literal["bit-exact", "equal up to rounding", "equal in distribution", "changes training"]
 
-_IN_WORDS = {"split_refused": "nothing to do unless memory runs short, when batches would not be split"}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -35,7 +33,7 @@ class Event:
 
     def __str__(self) -> str:
         facts = ", ".join(f"{key}={value!r}" for key, value in self.data.items() if value is not None)
-        return f"[step {self.global_step}] {_IN_WORDS.get(self.kind, self.kind)}: {facts}"
+        return f"[step {self.global_step}] {self.kind}: {facts}"
 
     def facts(self) -> dict[str, Any]:
         """Return the facts as people read them: a validation's value by its name."""

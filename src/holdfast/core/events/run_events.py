@@ -282,6 +282,18 @@ class SplitRefused(_Why):
     allow_split_with: str
 
 
+class SplitStopped(_Why):
+    """Batches of this loss function were split, and are no longer: a later check has failed.
+
+    `equal_until_step` is the last step at which a check has passed. Steps that were split after it may have had
+    another gradient than that of the whole batch. None: no check has passed.
+    """
+
+    allow_split_with: str
+    equal_until_step: int | None
+    promise: Promise = "changes training"
+
+
 class CannotSplit(_Why):
     """A batch could not be cut."""
 

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
 from holdfast.guard.splitting.draws import Draws, NotRepeatableError
 from holdfast.guard.splitting.loss_functions import Called, CalledInsideError, find_side_effects
+from holdfast.guard.splitting.selection import MASK, SelectionFinder
 from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import (
     SAMPLES,
@@ -52,6 +53,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 5e-2
 # A small sum beside a mean differs by less, and grows with the batch. Rounding does not reach both of these.
 _SMALL, _SMALL_OF_LOSS = 2e-5, 3e-6
+# Losses are means of terms that do not cancel: on devices and in half precision they are nearer than gradients are.
+_OF_LOSS_WHERE_ROUNDED = 0.1
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
 _SEEDS = 3  # for each comparison with random numbers that all samples share; others for the next one
@@ -61,6 +64,7 @@ _NOT_REPEATABLE = (
     "called again, the loss gives another gradient: it carries state, or its random numbers cannot be given to parts "
     "(a permutation, a generator of numpy), so that it cannot be tried whether these make up the whole"
 )
+_HALVES, _QUARTERS = 0.5, 0.75  # shares of a micro-batch in the first of the two parts that it is compared with
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 # Each sample's own; for all samples together, which each part then draws anew; or they could not be given to parts.
 Draw: TypeAlias = Literal["none", "own", "shared", "unknown"]
@@ -89,11 +93,21 @@ class Verdict:
     held: tuple[Weighting, ...] = ()  # weightings by which the parts make up the whole, the most usual first
     failed: tuple[Weighting, ...] = ()  # weightings by which they do not
     side_effects: tuple[str, ...] = ()  # attributes of modules that each forward pass changes
+    selects: str = ""  # by what the loss chooses the samples that count, such as ``"topk"``; ``""``: by nothing
     called: Called | None = None  # what the loss function called that is the guard's to call
 
     def weighting(self) -> Weighting:
         """Return what the parts of a batch are weighted by, where the loss function does not say it."""
         return self.held[0] if self.held else SAMPLES
+
+    def may_turn_wrong(self) -> bool:
+        """Return whether splitting may change the gradient later, although it did not where it was tried.
+
+        A loss that chooses samples may have chosen all of them so far. Of a sum over the samples that a threshold
+        chooses, each part adds its own.
+        """
+        is_sum = not self.declared and self.weighting().kind == "sum"
+        return bool(self.selects) and not (is_sum and self.selects == MASK)
 
     def facts(self) -> dict[str, Any]:
         """Return what is worth recording, as JSON values."""
@@ -122,6 +136,7 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
         "draws": max((verdict.draws for verdict in verdicts), key=_DRAWS.index),
         "changed_buffer": next((verdict.changed_buffer for verdict in verdicts if verdict.changed_buffer), ""),
         "side_effects": tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.side_effects)),
+        "selects": next((verdict.selects for verdict in verdicts if verdict.selects), ""),
     }
     if chosen.outcome in ("exact", "random") and failed and not held:
         together |= {"outcome": "coupled", "difference": math.nan}  # what held for one batch failed for another
@@ -150,10 +165,13 @@ class SplitCheck:
     rounds_to_half: bool  # whether that context rounds to half precision
     in_a_copy: bool  # whether this process is a copy that is thrown away, so that side effects can be looked for
     known: Sequence[Weighting] = ()  # what the mean of the loss was found to be over in earlier batches
+    has_passed: bool = False  # whether splitting kept the gradient in earlier batches
     _draws: Draws | None = field(default=None, init=False)
     _seed: int = field(default=0, init=False)
     _buffers: BufferKeeper | None = field(default=None, init=False)
     _seen: tuple[bool, bool] = field(default=(False, False), init=False)  # declares items, changes its batch
+    # Share of the samples in the first part of what is compared. None: all but one.
+    _first_share: float | None = field(default=None, init=False)
     uneven: list[str] = field(default_factory=list)  # found: states that the parts leave otherwise than the whole
 
     def run(self, batch: Any, size: int, empty: int | None = None) -> Verdict:
@@ -168,18 +186,46 @@ class SplitCheck:
         changed_buffer = self._find_changed_buffer(windows[0])
         side_effects = self._side_effects(windows[0]) if self.in_a_copy else ()
         weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
+        with self._trying():
+            found = self._through(windows, weightings)
+            if not callable(self.split):
+                found += self._with_an_empty_sample(batch, size, weightings, empty)
+                found += self._of_one_label(windows[0], batch, weightings)
+            selects = self._find_selection(windows[0])
+        changed_buffer = changed_buffer or next(iter(self.uneven), "")
+        return merged(found, changed_buffer=changed_buffer, side_effects=side_effects, selects=selects)
+
+    def compare_halves(self, part: Any, size: int) -> Verdict:
+        """Compare a micro-batch that has fitted before with its own two halves.
+
+        A loss may begin to couple samples, or to choose among them, long after the trials of the first steps. Four
+        samples show that less often than a whole micro-batch does. The largest quarter of eight losses is that of
+        both halves if these hold one of the two each: so that is followed by a cut into three quarters and one.
+        """
+        self.states.keep()
+        weightings = list(dict.fromkeys([*find_weightings(part, size), *self.known]))
+        compared: list[Verdict] = []
+        with self._trying():
+            for share in (_HALVES, _QUARTERS) if size >= _SAMPLES else (_HALVES,):
+                self._first_share = share
+                found = self._compare_if_it_fits(part, weightings)
+                compared.append(replace(found, why=found.why or _why_apart(found, size)))
+                if found.outcome == "coupled":
+                    break
+            selects = self._find_selection(part)
+        changed_buffer = next(iter(self.uneven), "")
+        return merged(compared, changed_buffer=changed_buffer, selects=selects)
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Let evaluations run as the steps do, but for layers that mix samples; put buffers and states back."""
         self._buffers = BufferKeeper(dict(self.models))
         self._buffers.keep()
         # The dropout of attention is to be drawn where it can be seen, not inside a kernel.
         plain = sdpa_kernel(SDPBackend.MATH) if self._devices() else contextlib.nullcontext()
         with _modes(self.models.values(), mixing_layers), plain, torch.enable_grad():
-            found = self._through(windows, weightings)
-            if not callable(self.split):
-                found += self._with_an_empty_sample(batch, size, weightings, empty)
-                found += self._of_one_label(windows[0], batch, weightings)
+            yield
         self._begin(0)
-        changed_buffer = changed_buffer or next(iter(self.uneven), "")
-        return merged(found, changed_buffer=changed_buffer, side_effects=side_effects)
 
     def look(self, batch: Any, size: int | None, *, logs_too: bool = False) -> Verdict:
         """Return only what a forward pass over some samples leaves behind; over all, if they cannot be cut.
@@ -258,7 +304,10 @@ class SplitCheck:
 
     def _cut(self, window: Any) -> _Parts:
         few = batch_size(window, self.split)
-        return micro_batches(window, few, few - 1, self.split)
+        first = few - 1
+        if self._first_share is not None:
+            first = min(first, math.ceil(self._first_share * few))
+        return micro_batches(window, few, first, self.split)
 
     def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> Verdict:
         """Compare gradients of 4 samples, else of 2, else only their losses, which needs far less memory."""
@@ -374,7 +423,19 @@ class SplitCheck:
         now = self.states.now()
         self.uneven.extend(name for name in left if not same(left[name], now[name], tolerance=tolerance))
         of_losses = abs(found - expected) / (abs(expected) or 1.0)
+        if self.has_passed and self._is_rounding(expected, found):
+            return _Difference(0.0, of_losses)
         return _Difference(_finite_or_inf(self._norm() / norm), of_losses)
+
+    def _is_rounding(self, expected: float, found: float) -> bool:
+        """Say whether two losses are the same sum, whatever their gradients.
+
+        Near a minimum the gradients of samples cancel and what is left of them is rounding, and a loss near zero is
+        the rounding of its logits: neither says that samples are coupled.
+        """
+        is_exact = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
+        allowed = _SMALL_OF_LOSS if is_exact else self._least_tolerance() * _OF_LOSS_WHERE_ROUNDED
+        return abs(found - expected) <= allowed * max(1.0, abs(expected))
 
     def _difference_of_losses(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> _Difference:
         """Compare losses in place of gradients: coupled samples change them too, but for rare constructions."""
@@ -445,8 +506,35 @@ class SplitCheck:
         with self.calling():
             return function(copied(part))
 
+    def _find_selection(self, window: Any) -> str:
+        """Return by what the loss chooses among samples, or "". What grows with the samples is chosen among them."""
+        few = batch_size(window, self.split)
+        selections = []
+        for part, _ in [(window, few), self._cut(window)[0]]:
+            finder = SelectionFinder(self.models.values())
+            # The trials have shown that the loss can be called so. What cannot be followed is not found, and no more.
+            terms = None
+            with contextlib.suppress(Exception), finder:
+                terms = self._terms_once(part)
+            if terms is None:
+                return ""
+            # Declared items weigh what a threshold chooses by as much of it as each part holds.
+            reaching = finder.reaching(terms.means)
+            selections.append([each for each in reaching if not (terms.declared and each.function == MASK)])
+        whole, part = selections
+        if len(whole) != len(part):
+            # One for each sample is no choice among them; one that was made once, and not the other time, is.
+            return "" if whole and part else (whole or part)[0].function
+        grown = [first.function for first, second in zip(whole, part, strict=True) if first.size != second.size]
+        return next(iter(grown), "")
+
     def _forward_once(self, window: Any) -> float:
         """Run the loss function in training mode and return the loss; where memory is too short for that, NaN."""
+        terms = self._terms_once(window)
+        return math.nan if terms is None else float(terms.total().detach())
+
+    def _terms_once(self, window: Any) -> Terms | None:
+        """Run the loss function once and return what it says; None where memory is too short for that."""
         self._begin(0)
         try:
             if self.in_a_copy:  # with gradients, as in training: a loss function may change things only then
@@ -454,11 +542,11 @@ class SplitCheck:
                     found = self._called(self.loss_fn, window)
             else:
                 found = without_graph(lambda: self._called(self.loss_fn, window))
-            return float(read_loss(found, None, needs_graph=False).total().detach())
+            return read_loss(found, None, needs_graph=False)
         except Exception as error:
             if find_out_of_memory(error) is None:
                 raise
-            return math.nan
+            return None
 
     def _find_changed_buffer(self, window: Any) -> str:
         """Return the name of a buffer, other than running statistics, that a forward pass changes, or ""."""
@@ -496,6 +584,16 @@ class SplitCheck:
     def _clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _why_apart(found: Verdict, size: int) -> str:
+    """Return how far the parts of a micro-batch are from the whole, where they are too far."""
+    if found.outcome != "coupled":
+        return ""
+    share = "is finite, and that over its parts is not"
+    if math.isfinite(found.difference):
+        share = f"differs by {found.difference:.2%} from that over two parts of it"
+    return f"the gradient over a micro-batch of {size} samples {share}"
 
 
 _Compared: TypeAlias = Callable[[SplitCheck, _Parts, _Parts, Weighting, int], _Difference]

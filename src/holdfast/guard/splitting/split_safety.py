@@ -5,6 +5,10 @@ by number. What could not be found out is not promised: such a batch is not spli
 is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and the worst that was ever found counts: a
 mean over tokens looks like one over samples as long as all sentences are of one length. A batch that could show a
 difference between what was equal so far is tried before it is split.
+
+These trials take four samples each, and come ever more seldom. For as long as batches are split, one micro-batch is
+also compared with its own two halves now and then: see `steps_between_checks`. If that fails, batches are split no
+longer, and the promise was wrong for an unknown number of steps, which the event ``split_stopped`` limits.
 """
 
 from __future__ import annotations
@@ -51,6 +55,29 @@ LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8  # into which a batch is cut to see whether it tells weightings apart
 _MOST_KNOWN = 64  # loss functions that are distinguished; with more, texts that are bound to them change all the time
 _ALWAYS = 16  # times that such a batch is tried before it is split; from then on the 32nd, 64th ...
+# Of the time of split steps that comparing a micro-batch with its halves may take. Less is not felt: 1 % is what two
+# runs of the same script differ by. A loss that turns wrong is then found after a few hundred steps, not after a run.
+_SHARE_OF_CHECKS = 0.01
+# Steps between two such checks until their cost is known, and at least: by then the trials of the 2nd, 4th ... 64th
+# split have compared halves too.
+_FEWEST_STEPS_BETWEEN = 64
+_MOST_STEPS_BETWEEN = 2**16  # where a clock stands still, or a step takes no time beside the check
+
+
+def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
+    """Return after how many split steps a micro-batch is compared with its halves again.
+
+    Args:
+        check_seconds: What the last such check has taken.
+        step_seconds: What the attempts of a split step take.
+
+    It is a power of two, so that ranks whose clocks differ a little check in the same steps, and so large that checks
+    take at most `_SHARE_OF_CHECKS` of the time.
+    """
+    steps = _FEWEST_STEPS_BETWEEN
+    while check_seconds > _SHARE_OF_CHECKS * step_seconds * steps and steps < _MOST_STEPS_BETWEEN:
+        steps *= 2
+    return steps
 
 
 @dataclass(slots=True)
@@ -63,7 +90,12 @@ class _Known:
     split_steps: int = 0
     telling_steps: int = 0
     tried_empty: bool = False  # a part that holds nothing of what the mean is over
-    said: tuple[str, str] | Weighting | None = None
+    said: tuple[tuple[str, str] | None, Weighting, bool] | None = None
+    equal_until_step: int | None = None  # the last one at which a check has passed
+    later_checks: int = 0  # of a micro-batch and its halves
+    steps_between_checks: int = _FEWEST_STEPS_BETWEEN
+    timed_steps: int = 0  # split steps since the last such check, and what their attempts have taken
+    timed_seconds: float = 0.0
     settled: bool = False
     side_effects: tuple[str, ...] | None = None
     warned: bool = False
@@ -71,6 +103,10 @@ class _Known:
     def chosen(self) -> Weighting:
         """Return what parts are weighted by, as far as it is known."""
         return SAMPLES if self.verdict is None else self.verdict.weighting()
+
+    def may_turn_wrong(self) -> bool:
+        """Return whether splitting may change the gradient later, although it has not so far."""
+        return self.verdict is not None and self.verdict.may_turn_wrong()
 
 
 class SplitSafety:
@@ -147,8 +183,13 @@ class SplitSafety:
             due = due or known.tried_empty
         # The batches of a window are weighted whether one of them is cut or not.
         weighs = isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
-        if due and asked is not None and (forks or splits_now or weighs) and size is not None and size > 1:
+        tries = asked is not None and (forks or splits_now or weighs) and size is not None and size > 1
+        if due and tries:
             looked = self._try_split(known, work)
+            in_place = not forks
+        compares = part is not None and tries and self._is_later_check_due(known, due=due)
+        if part is not None and compares:
+            self._compare_halves(known, work, part)
             in_place = not forks
         # The second step too, if the first has not shown all: its batch may be one that resets what others change.
         if forks and known.steps <= 2 and not looked and not known.side_effects:
@@ -164,12 +205,20 @@ class SplitSafety:
                 )
             )
         refused = self._refused(known)
+        if splits_now and refused is not None and known.split_steps > 1:
+            self._record.emit(
+                run_events.SplitStopped(
+                    why=refused[1], allow_split_with=refused[0], equal_until_step=known.equal_until_step
+                )
+            )
         if splits_now and refused is not None and isinstance(asked, int):
             raise self._refusal(*refused)
-        news = refused or known.chosen()
+        news = refused, known.chosen(), known.may_turn_wrong()
         if known.steps == 1 or (splits_now and news != known.said):
             self._say(known, size, refused)
         known.said = news
+        if refused is None and splits_now and (due or compares):
+            known.equal_until_step = self._record.global_step
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
         # What begins later is found before a split and before a step is made again.
         known.settled = tried or not (forks or weighs) or size is None or asked is None
@@ -192,7 +241,7 @@ class SplitSafety:
                 side_effects=known.side_effects,
             )
         )
-        if refused is not None and self._policy.micro_batch_size == "auto":
+        if refused is not None and self._policy.micro_batch_size == "auto" and known.split_steps <= 1:
             self._record.emit(run_events.SplitRefused(why=refused[1], allow_split_with=refused[0]))
 
     def remedies(self, work: Work) -> Remedies:
@@ -258,7 +307,7 @@ class SplitSafety:
         if refused is not None:
             if isinstance(self._policy.micro_batch_size, int):
                 raise self._refusal(*refused)
-            known.said = refused
+            known.said = refused, known.chosen(), known.may_turn_wrong()
             self._say(known, work.size, refused)
         return refused is None
 
@@ -319,6 +368,8 @@ class SplitSafety:
         draws = "none" if known.verdict is None else known.verdict.draws
         if draws in ("shared", "unknown"):
             return "changes training"  # shared ones are the same on average over draws, with less variance
+        if known.may_turn_wrong():
+            return "changes training"
         dropout = any(
             module.training and _drops(module) for model in self.parts.models.values() for module in model.modules()
         )
@@ -352,13 +403,7 @@ class SplitSafety:
         empty = None if isinstance(work.batch, Window) else empty
 
         check = self._split_check(known, work)
-        if forks:
-            found = in_a_copy(lambda: attempted(lambda: check.run(batch, size, empty)))
-        else:
-            with isolated(), self.alone():  # the caller puts buffers and device random state back
-                found = attempted(lambda: check.run(batch, size, empty))
-        if found.called:
-            raise called_inside(found.called)
+        found = self._verdict_of(lambda: check.run(batch, size, empty))
         known.verdict = found if known.verdict is None else merged([known.verdict, found])
         if known.verdict.changes_batch or known.verdict.outcome != "unknown":
             known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
@@ -366,6 +411,55 @@ class SplitSafety:
         if looked:
             known.side_effects = known.verdict.side_effects
         return looked
+
+    def _verdict_of(self, run: Callable[[], Verdict]) -> Verdict:
+        """Run a check, in a copy of this process if possible. H209 for a loss that does the guard's work."""
+        if self._forks():
+            found = in_a_copy(lambda: attempted(run))
+        else:
+            with isolated(), self.alone():  # the caller puts buffers and device random state back
+                found = attempted(run)
+        if found.called:
+            raise called_inside(found.called)
+        return found
+
+    def note_split_step(self, loss_fn: LossFunction, seconds: float) -> None:
+        """Take in how long the attempt of a split step has taken, of which checks may take a share."""
+        known = self._of(loss_fn)
+        known.timed_steps += 1
+        known.timed_seconds += seconds
+
+    def _is_later_check_due(self, known: _Known, *, due: bool) -> bool:
+        """Say whether a micro-batch is to be compared with its halves: one of this size must have fitted before."""
+        verdict = known.verdict
+        if not self._policy.check_split or known.split_steps < 2 or verdict is None:
+            return False
+        if verdict.outcome not in ("exact", "random"):
+            return False  # nothing better is promised
+        return due or known.split_steps % known.steps_between_checks == 0
+
+    def _compare_halves(self, known: _Known, work: Work, part: int) -> None:
+        """Compare one of the micro-batches that this batch is cut into with its own two halves."""
+        assert known.verdict is not None
+        assert work.size is not None
+        batch, clock = largest_of(work.batch, work.split), self._record.clock
+        parts = micro_batches(batch, work.size, max(2, part), work.split)
+        candidates = [(piece, samples) for piece, samples in parts if samples > 1]
+        piece, samples = candidates[known.later_checks % len(candidates)]
+        known.later_checks += 1
+
+        began = clock.monotonic_seconds()
+        check = self._split_check(known, work)
+        found = self._verdict_of(lambda: check.compare_halves(piece, samples))
+        seconds = clock.monotonic_seconds() - began
+        # What could not be tried now, such as for lack of memory, says nothing against what was tried before.
+        if found.outcome != "unknown":
+            known.verdict = merged([known.verdict, found])
+        if known.timed_steps:
+            step_seconds = known.timed_seconds / known.timed_steps
+            known.steps_between_checks = steps_between_checks(seconds, step_seconds)
+        known.timed_steps = 0
+        known.timed_seconds = 0.0
 
     def _look_for_side_effects(self, known: _Known, work: Work, *, logs_too: bool = False) -> tuple[str, ...] | None:
         """Return only what else a forward pass changes; None if that cannot be tried out."""
@@ -400,6 +494,7 @@ class SplitSafety:
             rounds_to_half=self._policy.precision != "fp32",
             in_a_copy=self._forks(),
             known=() if known.verdict is None else known.verdict.held,
+            has_passed=known.verdict is not None and known.verdict.outcome in ("exact", "random"),
         )
 
     @contextlib.contextmanager

@@ -215,7 +215,7 @@ class StepEngine:
             work.attempts += 1
             failure = None
             try:
-                attempt = self.attempts.make(work, self.ladder.plan)
+                attempt = self._timed_attempt(work)
                 if ranks.accepts is None or ranks.accepts(attempt):
                     return attempt
             except Exception as error:
@@ -263,15 +263,29 @@ class StepEngine:
             work.out_of_memory += 1
             self._decide(work, found)
 
+    def _timed_attempt(self, work: Work) -> Attempt:
+        """Make an attempt; of one that splits its batch, note how long it has taken."""
+        if self._samples_of_a_part(work) is None:
+            return self.attempts.make(work, self.ladder.plan)
+        began = self.record.clock.monotonic_seconds()
+        attempt = self.attempts.make(work, self.ladder.plan)
+        self._safety.note_split_step(work.loss_fn, self.record.clock.monotonic_seconds() - began)
+        return attempt
+
+    def _samples_of_a_part(self, work: Work) -> int | None:
+        """Return the samples of the parts that the plan cuts a batch into; None if it is not cut."""
+        plan = self.ladder.plan
+        if work.size is None or plan.micro_batch_size is None or plan.samples(work.size) == work.size:
+            return None
+        return plan.samples(work.size)
+
     def _check_split(self, work: Work) -> None:
         """Find out what holds for the loss function, and split no more if the batch may not be cut."""
-        plan = self.ladder.plan
-        part = None if work.size is None or plan.micro_batch_size is None else plan.samples(work.size)
-        splits = part is not None and part < (work.size or 0)
-        tried_here, may_split = self._safety.check(work, part if splits else None)
+        part = self._samples_of_a_part(work)
+        tried_here, may_split = self._safety.check(work, part)
         if tried_here:
             self.attempts.restore(work)
-        if splits and not may_split:
+        if part is not None and not may_split:
             self.ladder.without_split()
 
     def _decide(self, work: Work, found: str) -> None:
