@@ -392,7 +392,8 @@ def by_dual(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jvp imports it
+# `torch.func.jvp` calls it: torch warns of it with a DeprecationWarning up to 2.14, with a FutureWarning since then.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize("derivative", [by_jvp, by_jacfwd, by_dual])
 def test_a_nan_of_a_loss_with_forward_derivatives_is_skipped_and_blames_nothing(tmp_path, derivative):
     """Where the loss uses forward-mode AD, the search for the origin of NaN reads no dual tensor (a segfault)."""
