@@ -1,6 +1,6 @@
 """What all recipes do around their own loop: where to train, a bar while it goes, a report and figures at its end.
 
-Ctrl-C ends a loop as SIGTERM does, at the end of the batch and with a checkpoint, and the process with exit code 130;
+Ctrl-C ends a loop at the end of the batch and with a checkpoint, and the process with exit code 130;
 an error of holdfast, or of data that cannot be read, ends it with the error's text and exit code 1. There is a report
 of both.
 """
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast import Guard, HoldfastError, Policy
 from holdfast.core.durable import replace_file
-from holdfast.guard.stop import StopRequest
 from holdfast.memory.oom import find_out_of_memory
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
@@ -224,19 +222,14 @@ class Training:
 
     def batches(self) -> Iterator[Any]:
         """Yield the guard's batches up to ``max_steps`` of the options; after Ctrl-C, end the process."""
-        ctrl_c = StopRequest(signal.SIGINT)
-        if not is_interactive():
-            ctrl_c.install()
         try:
-            for batch in self._under_a_bar():
-                yield batch
-                if ctrl_c.reason is not None:
-                    self.guard.request_stop(ctrl_c.reason)
-            if ctrl_c.reason is not None:
-                saves = self.guard.policy.save_interval_steps is not None
-                end_interrupted(self.guard, self.options.run_dir, saves=saves)
-        finally:
-            ctrl_c.uninstall()
+            yield from self._under_a_bar()
+        except KeyboardInterrupt:
+            if is_interactive() or self.guard.stop_reason is None:
+                raise
+            # The guard has saved, and raises it so that nothing after the loop runs.
+            saves = self.guard.policy.save_interval_steps is not None
+            end_interrupted(self.guard, self.options.run_dir, saves=saves)
 
     def _under_a_bar(self) -> Iterator[Any]:
         guard, most = self.guard, self.options.max_steps

@@ -6,7 +6,6 @@ loop, so that both end with the same weights.
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 
 from holdfast import Policy
-from holdfast.guard.stop import StopRequest
 from recipes.options import nothing_to_resume
 from recipes.pegasus.job import Job, tokenized
 from recipes.pegasus.scoring import ROUGE, rouge
@@ -59,18 +57,16 @@ def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
 
 def _train(trainer: Any, newest: str | None, run_dir: Path) -> None:
     """Train; Ctrl-C ends the process after the step and with a checkpoint, an error of holdfast with a report."""
-    if not is_interactive():
-        trainer.ctrl_c.install()
     try:
         trainer.train(resume_from_checkpoint=newest)
+    except KeyboardInterrupt:
+        if is_interactive() or trainer.trained_by is None or trainer.trained_by.stop_reason is None:
+            raise
+        end_interrupted(trainer.trained_by, run_dir, saves=trainer.args.save_strategy != "no")
     except Exception as error:
         if trainer.trained_by is not None and not is_interactive():
             end_failed(trainer.trained_by, run_dir, error)
         raise
-    finally:
-        trainer.ctrl_c.uninstall()
-    if trainer.ctrl_c.reason is not None:
-        end_interrupted(trainer.trained_by, run_dir, saves=trainer.args.save_strategy != "no")
 
 
 def make_trainer(job: Job, policy: Policy) -> Any:
@@ -91,18 +87,10 @@ def make_trainer(job: Job, policy: Policy) -> Any:
         """Takes its batches from holdfast's loader."""
 
         trained_by: Any = None
-        ctrl_c = StopRequest(signal.SIGINT)
 
         def get_train_dataloader(self) -> Any:
             """Return the loader of the plain loop, with its order, its quarantine and its workers that heal."""
             return job.loader
-
-        def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
-            """Make a step, and hand on what Ctrl-C asks for."""
-            loss: torch.Tensor = super().training_step(*arguments, **named)
-            if self.ctrl_c.reason is not None:
-                self.holdfast_guard.request_stop(self.ctrl_c.reason)
-            return loss
 
         def _holdfast_open(self, model: torch.nn.Module) -> Any:
             """Remember the guard beyond the end of the training."""

@@ -104,7 +104,9 @@ def _read_answer(reading: int, timeout_seconds: float) -> dict[str, Any]:
 def _be_the_copy(run: Callable[[], dict[str, Any]], writing: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the caller, who wants the answer
+        # What a terminal or a scheduler sends to all processes is for the caller, who wants the answer.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
         libc = ctypes.CDLL(None)
         if hasattr(libc, "prctl"):
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

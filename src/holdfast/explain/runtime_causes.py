@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.core.events.event import Event
 from holdfast.core.text import size
 from holdfast.explain.evidence import Ending, Facts
-from holdfast.explain.remarks import hang_left_alone, kills_counted, leak_place
+from holdfast.explain.remarks import hang_left_alone, kills_counted, last_words, leak_place
 from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.verdict import Exhibit
 from holdfast.recorder.run_files import LOST_FILE
@@ -31,7 +31,13 @@ _BY_SIGNAL = {
 }
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that somebody else sends; the others a process brings upon itself."""
+_SCHEDULERS_SEND = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
 _CANNOT_EXECUTE = (126, 127)
+_OF_A_STOP = frozenset({
+    "CalledProcessError", "ChildFailedError", "KeyboardInterrupt", "ProcessExitedException", "SIGTERMException",
+    "SignalException", "SystemExit",
+})  # fmt: skip
+"""Exceptions with which scripts and launchers end after a stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,8 @@ def find_end(facts: Facts) -> End:
         elif not asked and (there := next((each for each in facts.events if each.kind == "ended_elsewhere"), None)):
             why = f"another host has ended the attempt ({there.data.get('why')})"
             end = replace(end, cause=endings.ELSEWHERE, confidence=0.9, why=why, asked=there.unix_seconds)
+        elif (stop := _stop_that_ended(facts, status, kills)) is not None:
+            end = replace(end, **_of_stop(stop, status))
         else:
             cause, confidence, why = _of_status(status, kills, facts, _ended_by(status, command, first_rank))
             end = replace(end, cause=cause, confidence=confidence, why=why)
@@ -122,16 +130,73 @@ def _guard_closed(how: str, reason: str) -> End:
         return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
     cause, why = endings.ENDED_WELL, "a Guard came to its end and closed"
     if how == "stopped":
-        cause, why = _of_request(reason), f"a Guard saved and stopped on request ({reason or 'not recorded'})"
+        cause = endings.STOPPED if not reason or _is_signal(reason) else endings.ENDED_WELL
+        why = f"a Guard saved and stopped on request ({reason or 'not recorded'})"
     closing = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
     return End(cause=cause, confidence=0.7, why=why, exhibits=(closing,))
 
 
-def _of_request(reason: str) -> str:
-    """Return the cause of a stop: the program asks for one itself too, as where a metric gets no better."""
-    if reason == signal.SIGINT.name:
-        return endings.INTERRUPTED
-    return endings.TERMINATED if not reason or reason in signal.Signals.__members__ else endings.ENDED_WELL
+def stop_requested(events: Iterable[Event]) -> Event | None:
+    """Return the newest request upon which a Guard stopped, from events by time; None if a loop began after it."""
+    request = None
+    for event in events:
+        if event.kind == "stop_requested":
+            request = event
+        elif event.kind in ("loop", "resumed"):
+            request = None
+    return request
+
+
+def signal_of_stop(request: Event) -> str | None:
+    """Return the name of the signal that a request came by; None for one that the program made itself."""
+    for value in (request.data.get("signal"), request.data.get("reason")):
+        if isinstance(value, str) and _is_signal(value):
+            return value
+    return None
+
+
+def _is_signal(name: str) -> bool:
+    return name in signal.Signals.__members__
+
+
+def _stop_that_ended(facts: Facts, status: int, kills: int | None) -> Event | None:
+    """Return the request that a run ended upon, whatever exit code its script or its launcher made of it.
+
+    None if the Guard did not close in order after it, if what followed failed with an exception, or if it crashed.
+    """
+    request = stop_requested(facts.events)
+    if request is None or not any(_closes(event, request) for event in facts.events):
+        return None
+    crashed = status < 0 and -status not in FROM_OUTSIDE | _SCHEDULERS_SEND
+    if crashed or (kills and status == -signal.SIGKILL):
+        return None
+    raised = [each for each in facts.statements if each.kind == "exception" and each.fatal]
+    if (last := last_words(facts)) is not None:
+        raised.append(last)
+    began = request.unix_seconds
+    late = [each for each in raised if each.unix_seconds is None or each.unix_seconds > began]
+    return None if any(each.exception not in _OF_A_STOP for each in late) else request
+
+
+def _closes(event: Event, request: Event) -> bool:
+    stopped = event.kind == "closed" and event.data.get("how") == "stopped"
+    return stopped and event.unix_seconds >= request.unix_seconds
+
+
+def _of_stop(request: Event, status: int) -> dict[str, Any]:
+    """Return what a request to stop says about the end of a run."""
+    reason = str(request.data.get("reason", "not recorded"))
+    why = f"a Guard saved and stopped on request ({reason})"
+    if status:
+        why += f", and the command ended with {status_text(status)}"
+    exhibit = Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=request.unix_seconds)
+    return {
+        "cause": endings.STOPPED,
+        "confidence": 0.95,
+        "why": why,
+        "asked": request.unix_seconds,
+        "exhibits": (exhibit,),
+    }
 
 
 def _lost_at(lost: dict[str, Any]) -> float | None:
@@ -141,21 +206,20 @@ def _lost_at(lost: dict[str, Any]) -> float | None:
 
 
 def _with_zero(facts: Facts) -> End:
-    stop = next((event for event in reversed(facts.events) if event.kind == "stop_requested"), None)
+    request = stop_requested(facts.events)
     asked = facts.extra.get("asked_by")
-    if stop is None and not isinstance(asked, int):
-        if any(each.fatal and each.pid is not None for each in facts.statements):
-            return End(status=0)  # of a shell or a parent, whose training process died
-        end = End(cause=endings.ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0")
-        return _unless_lost(end, facts)
-    reason = str(stop.data.get("reason", "a request to stop")) if stop is not None else ""
-    exhibits: tuple[Exhibit, ...] = ()
-    why = f"it ended with status 0 after it was asked to by {_signal_name(int(asked or 0))}"
-    if stop is not None:
-        why = f"a Guard saved and stopped on request ({reason})"
-        exhibits = (Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=stop.unix_seconds),)
-    cause = _of_request(signal.Signals(asked).name if isinstance(asked, int) else reason)
-    return _unless_lost(End(cause=cause, confidence=0.85, status=0, well=True, why=why, exhibits=exhibits), facts)
+    if request is not None:
+        by_signal = isinstance(asked, int) or signal_of_stop(request) is not None
+        end = End(status=0, well=True, **_of_stop(request, 0))
+        return _unless_lost(end if by_signal else replace(end, cause=endings.ENDED_WELL, asked=None), facts)
+    if isinstance(asked, int):
+        cause = next((cause for number, cause in _BY_SIGNAL.items() if number == asked), endings.TERMINATED)
+        why = f"it ended with status 0 after it was asked to by {_signal_name(asked)}"
+        return End(cause=cause, confidence=0.85, status=0, well=True, why=why)
+    if any(each.fatal and each.pid is not None for each in facts.statements):
+        return End(status=0)  # of a shell or a parent, whose training process died
+    end = End(cause=endings.ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0")
+    return _unless_lost(end, facts)
 
 
 def _unless_lost(end: End, facts: Facts) -> End:

@@ -8,6 +8,7 @@ evaluate()  evaluation that leaves no trace in training and can be interrupted
 from __future__ import annotations
 
 import os
+import signal
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -133,7 +134,7 @@ class Guard:
         self._validated: dict[str, BestOf] = {}  # by metric
         self._under_way: Generator[Any] | None = None  # the last loop of ours
         self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
-        self._asked = StopRequest()  # of this process
+        self._asked = StopRequest(self.policy.stop_signals)  # of this process
         self._swapped = ExitStack()  # puts the weights of the run back
         with ranks.in_turn():
             self._directory = RunDirectory(run_dir, ranks.rank)
@@ -176,7 +177,7 @@ class Guard:
 
     @property
     def stop_reason(self) -> str | None:
-        """Return why the run was asked to stop, such as ``"SIGTERM"``, or None."""
+        """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None; see ``Policy.stop_signals``."""
         return self._stop.reason
 
     def statistics(self) -> Statistics:
@@ -201,7 +202,8 @@ class Guard:
 
         A checkpoint is written when one is due and at the end; then the run directory is released. Leaving the
         loop with ``break`` writes none: use `request_stop`, or `close` afterwards. A new loop ends an earlier
-        one that was not left, as ``break`` does.
+        one that was not left, as ``break`` does. A signal of ``Policy.stop_signals`` ends the loop with a
+        checkpoint; what comes after the loop is the script's to decide, by `stop_reason`.
 
         Args:
             max_epochs: Passes over the loader, counted over all restarts of the run.
@@ -210,6 +212,8 @@ class Guard:
         Raises:
             PolicyError: H105 without a loader or a limit. LoaderError: H601 for an empty loader, H602 if
                 `max_steps` can never be reached since no step is made.
+            SystemExit: After a stop by a signal, once all is saved, if ``Policy.stop_exit_code`` is set.
+            KeyboardInterrupt: After a stop by Ctrl-C, once all is saved, if it is not set.
         """
         if self._cursor is None or (max_epochs is None and max_steps is None):
             missing = "loader=" if self._cursor is None else "max_epochs= or max_steps="
@@ -226,13 +230,20 @@ class Guard:
         if self._under_way is not None:
             self._under_way.close()  # else it would end this one, whenever its iterator is collected
         self._position_is_clear = True
+        self._stop.begin_anew(raised=self._ending() is not None)
         self._ready()  # not before the first batch is asked for
+        self._asked.install()
         self._under_way = self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
         yield from self._under_way
+        ending = self._ending()
+        if ending is not None:
+            raise ending
 
     def _ready(self) -> None:
         """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""
         self._session.check_not_in_step()
+        if self._stop.honoured and self._ending() is not None:
+            self._stop.begin_anew(raised=True)  # who goes on after the exception wants to
         if not self._record.is_open:
             self._open()
         if not self._session.state.in_loop:
@@ -290,6 +301,8 @@ class Guard:
     def _open(self) -> None:
         self._session.open()
         self._asked.install()
+        for name in self._asked.left_alone:
+            self._record.emit(run_events.SignalLeftAlone(signal=name))
         self._engine.diagnosis.open()
 
     def _release(self, how: End | None = None) -> None:
@@ -323,12 +336,25 @@ class Guard:
     def _end_process(self) -> NoReturn:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
         self._swapped.close()
-        self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
+        self._stop.honoured = True
+        self._record.emit(run_events.StopRequested(reason=str(self._stop.reason), signal=self._stop.signal_name))
         self._boundaries.count_batch()
         self._session.save_the_rest(self._open)
         self._session.save()  # a first checkpoint in any case
         self._release("stopped")
-        raise SystemExit(0)
+        raise self._ending() or SystemExit(0) from None
+
+    def _ending(self) -> BaseException | None:
+        """Return what is to be raised once the run is saved, so that nothing after the loop runs; None: nothing.
+
+        Ctrl-C raises KeyboardInterrupt, as without a guard: a notebook's "Run all" would otherwise go on.
+        """
+        number = self._stop.signal or self._asked.signal  # the second may have come when all ranks were done
+        if number is None:
+            return None
+        if self.policy.stop_exit_code is not None:
+            return SystemExit(self.policy.stop_exit_code)
+        return KeyboardInterrupt() if number == signal.SIGINT else None
 
     # --- evaluation -----------------------------------------------------------------------------------------
 
@@ -435,9 +461,10 @@ class Guard:
     def evaluate(self) -> Iterator[None]:
         """Switch the models to evaluation without gradients, and leave no trace in training.
 
-        Train/eval modes and random state are as before afterwards. SIGTERM inside ends the process with exit
-        code 0 after a checkpoint, since an evaluation that was cut short has no result to go on with; what else the
-        loop body does for this batch is then left out. `request_stop` lets it finish and ends the loop after it.
+        Train/eval modes and random state are as before afterwards. A signal of ``Policy.stop_signals`` inside ends
+        the process after a checkpoint, with ``Policy.stop_exit_code`` or 0, and Ctrl-C with a KeyboardInterrupt:
+        an evaluation that was cut short has no result to go on with. What else the loop body does for this batch is
+        then left out. `request_stop` lets the evaluation finish and ends the loop after it.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()

@@ -139,6 +139,8 @@ class HostedGuard(Guard):
     def _release(self, how: End | None = None) -> None:
         if self._session.is_open and self._host_failed and not self._host_saved:
             self._record.emit(run_events.NotSaved(newest_checkpoint=None, failed_saves=self._host_failed))
+        if how is None and self._stop.by_signal:
+            how = "stopped"
         super()._release(how)
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,8 +169,18 @@ class HostedGuard(Guard):
 
     def stopped(self) -> None:
         """Close, and record that the host ended training since it was asked to."""
-        self._record.emit(run_events.StopRequested(reason=self._stop.reason or "SIGTERM"))
+        self.note_stop()
         self._release("stopped")
+
+    def note_stop(self) -> None:
+        """Record that the framework ends training since it was asked to."""
+        reason = self._stop.reason or "SIGTERM"
+        self._record.emit(run_events.StopRequested(reason=reason, signal=self._stop.signal_name))
+
+    @property
+    def ending(self) -> BaseException | None:
+        """Return what is to be raised once the framework has saved after a stop by a signal; None: nothing."""
+        return self._ending()
 
     def count_from(self, global_step: int) -> None:
         """Go on counting from the framework's number of steps, where no guard has left its own before."""

@@ -7,6 +7,7 @@ process is named by its pid and its start time in clock ticks, since pids come a
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,9 @@ ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
 # Not HOLDFAST_*: each of those is taken for a field of a policy, and refused if it is none.
 OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
 ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
+# A real-time signal, upon which Python processes write their stacks. SIGUSR1 and SIGUSR2 are the script's: schedulers
+# send them as a warning, and a guard stops the run upon them. Nothing that people use sends this one.
+STACKS_SIGNAL = int(signal.SIGRTMIN) + 12
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []

@@ -122,6 +122,21 @@ def _carries(pid: int, mark: str) -> bool:
     return any(mark.encode() in entry[len(name) :].split(b",") for entry in entries if entry.startswith(name))
 
 
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal and does not block it; else most signals would end it."""
+    masks = {}
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123
+            for line in file:
+                name, _, value = line.partition(b":")
+                if name in (b"SigCgt", b"SigBlk"):
+                    masks[name] = int(value, 16)
+    except (OSError, ValueError):
+        return False
+    bit = 1 << (number - 1)
+    return bool(masks.get(b"SigCgt", 0) & bit and not masks.get(b"SigBlk", bit) & bit)
+
+
 def signal_all(pids: Iterable[int], number: int) -> None:
     """Send a signal to each; one that has ended, or that is not ours to signal, is passed over."""
     for pid in pids:

@@ -26,6 +26,11 @@ import holdfast
 
 torch.set_num_threads(1)
 request: dict[str, Any] = json.loads(sys.argv[1])
+# Whoever starts the tests in the background or under `nohup` has these ignored, and so would this program.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for name in request.get("ignored", ()):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
 trace = os.open(request["trace"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
@@ -85,6 +90,7 @@ def main() -> None:
         save_interval_steps=request.get("save_interval_steps", 5),
         async_save=request.get("async_save", True),
         max_grad_norm=1.0,
+        **request.get("policy", {}),
     )
     write(start=guard.global_step, resumed_from=None if guard.resumed_from is None else guard.resumed_from.name)
 

@@ -242,8 +242,9 @@ def test_a_loop_of_ones_own_that_closes_its_guard_ended_well(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["in the loss", "while data are waited for", "in an evaluation"])
-def test_ctrl_c_is_said_as_an_interruption_by_the_user(tmp_path, where):
-    """SIGINT inside anything that the Guard runs is H1604, not an unknown end."""
+@pytest.mark.parametrize("handled", [True, False])
+def test_ctrl_c_is_said_as_an_interruption_by_the_user(tmp_path, where, handled):
+    """SIGINT inside anything that the Guard runs is a stop on request, or H1604 where it is none of its signals."""
 
     class Dataset(TensorDataset):
         def __getitem__(self, index: int) -> Any:
@@ -252,7 +253,7 @@ def test_ctrl_c_is_said_as_an_interruption_by_the_user(tmp_path, where):
             return super().__getitem__(index)
 
     loader = holdfast.DataLoader(Dataset(torch.randn(96, 4)), batch_size=8)
-    guard, model = guard_of(tmp_path, loader=loader)
+    guard, model = guard_of(tmp_path, loader=loader, stop_signals=("SIGINT", "SIGTERM") if handled else ("SIGTERM",))
 
     def loss_fn(batch: Any) -> torch.Tensor:
         if where == "in the loss" and guard.global_step == 3:
@@ -268,7 +269,7 @@ def test_ctrl_c_is_said_as_an_interruption_by_the_user(tmp_path, where):
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert said_of(tmp_path) == ("H1604", of_family("preempted"))
+    assert said_of(tmp_path) == ("H1625" if handled else "H1604", of_family("preempted"))
 
 
 def test_a_loop_that_was_left_early_is_said_to_be(tmp_path):
@@ -303,16 +304,18 @@ def test_an_error_on_its_way_out_while_a_guard_is_closed_is_said(tmp_path):
     assert "of the body" in verdict_of(tmp_path)["summary"]
 
 
-def test_a_stop_by_signal_is_said_as_before(tmp_path):
-    """SIGTERM that a Guard honours is a preemption, with the reason."""
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_stop_by_signal_is_said_with_its_name(tmp_path, name):
+    """A signal that a Guard honours is a stop on request, no failure, with the reason."""
     guard, model = guard_of(tmp_path)
     for batch in guard.batches(max_steps=6):
         guard.step(batch, mean_of(model))
         if guard.global_step == 3:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(getattr(signal, name))
     assert guard.global_step == 3
-    assert said_of(tmp_path)[0] == "H1603"
-    assert "SIGTERM" in verdict_of(tmp_path)["summary"]
+    assert said_of(tmp_path)[0] == "H1625"
+    assert verdict_of(tmp_path)["title"] == "stopped on request"
+    assert name in verdict_of(tmp_path)["summary"]
     again, model = guard_of(tmp_path)
     train(again, mean_of(model))
     assert said_of(tmp_path) == ENDED_WELL, "a stop of an earlier life is history"

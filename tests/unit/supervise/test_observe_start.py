@@ -16,7 +16,7 @@ import pytest
 from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board
 from holdfast.recorder.reader import read_events
-from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, read_processes
+from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, STACKS_SIGNAL, read_processes
 from holdfast.supervise.launch.commands import observing
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -162,11 +162,11 @@ def test_sys_exit(run: Run, run_directory: Path, status: str, recorded: int | No
 
 
 def test_stacks_upon_a_signal(run: Run, run_directory: Path) -> None:
-    """SIGUSR1 does not end an observed script: it writes its stacks, and goes on."""
-    script = """
-        import os, signal
+    """The signal for stacks does not end an observed script: it writes its stacks, and goes on."""
+    script = f"""
+        import os
         def deep():
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), {STACKS_SIGNAL})
         deep()
         print("alive")
     """
@@ -176,15 +176,24 @@ def test_stacks_upon_a_signal(run: Run, run_directory: Path) -> None:
 
 
 def test_a_signal_that_the_script_handles_is_its_own(run: Run, run_directory: Path) -> None:
-    """A handler for SIGUSR1 set by the script is called, and it is shown that the signal must not be sent."""
-    script = """
+    """A handler for it set by the script is called, and it is shown that the signal must not be sent."""
+    script = f"""
         import os, signal
-        signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.signal({STACKS_SIGNAL}, lambda *_: print("handled"))
+        os.kill(os.getpid(), {STACKS_SIGNAL})
     """
     assert same_with_and_without(run, script).stdout == "handled\n"
     ((folder, info),) = read_processes(run_directory)
     assert info.stacks_signal is None
+    assert (folder / FAULTHANDLER_FILE).read_text() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT])
+def test_the_signals_of_schedulers_are_left_to_the_script(run: Run, run_directory: Path, number: int) -> None:
+    """An observed script that does not handle one ends of it, as without us, and its stacks are not written."""
+    assert run(f"import os; os.kill(os.getpid(), {int(number)})").returncode == -number
+    ((folder, info),) = read_processes(run_directory)
+    assert info.stacks_signal == STACKS_SIGNAL
     assert (folder / FAULTHANDLER_FILE).read_text() == ""
 
 

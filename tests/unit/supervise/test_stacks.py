@@ -20,7 +20,8 @@ from holdfast.supervise.watch.stacks import Stacks, Subject, find_py_spy, read_f
 
 Start = Callable[..., subprocess.Popen[bytes]]
 HANDLER = (
-    "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, open({file!r}, 'w'), all_threads=True)\n"
+    "import faulthandler, signal\n"
+    "faulthandler.register(signal.SIGRTMIN + 12, open({file!r}, 'w'), all_threads=True)\n"
 )
 STUCK = "import time\ndef stuck():\n    time.sleep(1e6)\nprint(flush=True)\nstuck()\n"
 
@@ -65,12 +66,12 @@ def test_without_py_spy_the_process_writes_its_own_stacks(start: Start, tmp_path
 
 
 @pytest.mark.parametrize(
-    "handler", ["", "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))\n"]
+    "handler", ["", "import signal, sys\nsignal.signal(signal.SIGRTMIN + 12, lambda *_: sys.exit(3))\n"]
 )
 def test_a_process_that_does_not_answer_is_not_killed_by_a_question(
     handler: str, start: Start, tmp_path: Path
 ) -> None:
-    """SIGUSR1 would end one without a handler, and a handler of its own may mean to save and exit: none is sent."""
+    """The signal would end one without a handler, and one of its own may mean to save and exit: none is sent."""
     child = start(handler + STUCK)
     (tmp_path / "stacks.txt").touch()
     (found,) = take(tmp_path, subject(child.pid, None if handler else tmp_path), py_spy="")

@@ -91,9 +91,20 @@ class BeginsAnew(EventData):
 
 
 class StopRequested(EventData):
-    """Somebody asked for the end of training, by a signal or a call."""
+    """Somebody asked for the end of training, by a signal (`signal` is its name) or a call."""
 
     reason: str
+    signal: str | None = None
+
+
+class SignalLeftAlone(EventData):
+    """A signal of ``Policy.stop_signals`` does not stop the run, since native code of the script handles it."""
+
+    signal: str
+    why: str = (
+        "a handler in C has it, such as one of faulthandler.register. Register that for another signal, such as "
+        "signal.SIGRTMIN, or leave the signal out of stop_signals"
+    )
 
 
 class LeftByException(EventData):

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from annotated_types import Ge, Gt, Lt, MinLen, Predicate
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from holdfast.core.errors import PolicyError, nearest
 from holdfast.core.policy.sources import Sourced, named
@@ -21,6 +21,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 SpikeAction = Literal["off", "warn", "skip", "roll_back"]
 Objective = Literal["minimize", "adversarial", "reinforcement"]
 SchedulerInterval = Literal["step", "epoch"]
+StopSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGQUIT"]
 
 _BELOW = Lt(2**53)  # what is counted is put into records, and into floats
 _WHOLE = "a whole number >= 1 and below 2**53"
@@ -42,6 +43,8 @@ Texts = Annotated[_Texts, "a list of texts"]
 Rules = Annotated[tuple[_Rule, ...], "a list of rules like H808"]
 FlagOrTexts = Annotated[bool | Annotated[_Texts, MinLen(1)], "true, false, or names of modules"]
 Hazards = Annotated[tuple[SplitHazard, ...], f"a list of some of {', '.join(map(repr, get_args(SplitHazard)))}"]
+StopSignals = Annotated[tuple[StopSignal, ...], f"a list of some of {', '.join(map(repr, get_args(StopSignal)))}"]
+ExitCodeOrNone = Annotated[Annotated[int, Ge(0), Le(255)] | None, "a whole number from 0 to 255, or None"]
 StepEpochOrNone = Annotated[SchedulerInterval | None, "'step', 'epoch' or None"]
 
 

@@ -179,6 +179,15 @@ class Policy:
     """When the learning-rate scheduler is advanced: after each optimizer ``"step"`` that moved the weights,
     after each ``"epoch"``, or never (None: you call it)."""
 
+    stop_signals: kinds.StopSignals = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
+    """Signals that stop the run: it saves a checkpoint at the end of the batch and leaves the loop. A second one ends
+    the process at once. After SIGINT (Ctrl-C) `batches` then raises KeyboardInterrupt. SIGHUP and SIGINT stay
+    ignored where they are ignored when the guard is made (``nohup``, a job in the background)."""
+
+    stop_exit_code: kinds.ExitCodeOrNone = None
+    """Exit code after a stop by a signal: `batches` saves and then raises ``SystemExit`` with it, so that nothing
+    after the loop runs. None: the loop ends, and the script goes on after it."""
+
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:
         """Read a policy from a YAML mapping; ``HOLDFAST_*`` variables and then ``overrides`` win over it.

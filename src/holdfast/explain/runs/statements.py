@@ -181,7 +181,8 @@ def how_closed(events: Sequence[Event]) -> dict[str, str] | None:
         return None
     begun = max((index for index, event in enumerate(events) if event.kind in _BEGINS), default=0)
     stops = [event for event in events[begun:] if event.kind == "stop_requested"]
-    return {"how": how, "reason": text_of(stops[-1].data.get("reason")) if stops and how == "stopped" else ""}
+    reason = (stops[-1].data.get("signal") or stops[-1].data.get("reason")) if stops and how == "stopped" else ""
+    return {"how": how, "reason": text_of(reason)}
 
 
 def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> list[Statement]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -432,20 +433,27 @@ class _Stop(StopRequest):
         self._own = own
 
     def said(self) -> float:
-        """Return what this rank says of its own request."""
-        return 0.0 if self._own.reason is None else 2.0 if self._own.by_signal else 1.0
+        """Return what this rank says of its own request, see `Said.stop`."""
+        if self._own.signal is not None:
+            return 1.0 + self._own.signal
+        return 0.0 if self._own.reason is None else 1.0
 
     def hear(self, rows: Rows) -> None:
-        """Take in what all have said."""
-        rank, how = rows.stop
-        if how:
-            self.reason, self.by_signal = self._own.reason or f"rank {rank} was asked to stop", how > 1.0
+        """Take in what all have said; of several signals, all ranks follow the one with the highest number."""
+        rank, stop = rows.stop
+        if not stop:
+            return
+        by = ""
+        if stop > 1.0:
+            self.signal = signal.Signals(int(stop) - 1)
+            by = f" by {self.signal.name}"
+        self.reason = self._own.reason or f"rank {rank} was asked to stop{by}"
 
-    def begin_anew(self) -> None:
-        """Forget a request by call that has ended a loop, here and where it was made."""
+    def begin_anew(self, *, raised: bool = False) -> None:
+        """Forget a request that has ended a loop, here and where it was made."""
         self._own.honoured = self.honoured
-        self._own.begin_anew()
-        super().begin_anew()
+        self._own.begin_anew(raised=raised)
+        super().begin_anew(raised=raised)
 
     def __enter__(self) -> None:
         """Do not let a signal interrupt anything: all end together."""

@@ -24,7 +24,7 @@ class Said:
     kind: float = STEP  # or the end of an epoch
     number: int  # of the attempt or end of an epoch
     guard: int  # of those of this process, in the order in which they were made
-    stop: float = 0.0  # 1: it was asked to stop; 2: by a signal
+    stop: float = 0.0  # 1: it was asked to stop by a call; 1 + its number: by a signal
     save: bool = False  # a save is due after this step; what the first rank says counts
     refused: bool = False  # a save was refused; as above
     repeats: bool = False  # what it trains on counts on another rank

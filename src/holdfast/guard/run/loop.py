@@ -56,7 +56,6 @@ class Loop:
             enough = enough or (max_steps is not None and self._record.global_step >= max_steps)
             return enough or self._stop.reason is not None
 
-        self._stop.begin_anew()
         self._state.in_loop = True
         begun = run_events.Loop(
             resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches, max_epochs=max_epochs,
@@ -70,12 +69,11 @@ class Loop:
             with self._own_steps:
                 while not finished():
                     yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
-            if self._stop.reason is not None:
-                self._stop.honoured = True
-                self._record.emit(run_events.StopRequested(reason=str(self._stop.reason)))
-            else:
+            if self._stop.reason is None:
                 self._report_waiting_schedulers(cursor.epoch)
+            self._honour_stop()
             self._session.save()
+            self._honour_stop()  # a request that came while it was saved
             how = "finished" if self._stop.reason is None else "stopped"
         except GeneratorExit:
             how = "left"
@@ -102,6 +100,12 @@ class Loop:
                 cursor.leave()
                 self._state.in_loop = False
                 release(how)
+
+    def _honour_stop(self) -> None:
+        """Record once that this loop ends because of a request, if there is one."""
+        if self._stop.reason is not None and not self._stop.honoured:
+            self._stop.honoured = True
+            self._record.emit(run_events.StopRequested(reason=self._stop.reason, signal=self._stop.signal_name))
 
     def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
         """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""

@@ -34,6 +34,7 @@ from holdfast.recorder.scalars import recorded_too
 from holdfast.supervise.observe.logged import of_lightning
 
 load("lightning.pytorch")
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry  # noqa: E402
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
@@ -86,7 +87,7 @@ class Guarded(Framework):  # type: ignore[misc]
         self.holdfast_guard = guard = open_guard(
             self._run_dir or Path(trainer.default_root_dir, "holdfast"),
             policy=hosted_policy(
-                self._policy,
+                _without_requeue_signal(self._policy, trainer),
                 max_grad_norm=self._clips(module),
                 precision=_PRECISION.get(str(trainer.precision), "fp32"),
                 host="the Trainer",
@@ -145,12 +146,13 @@ class Guarded(Framework):  # type: ignore[misc]
         self._close(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close the run directory, with the exception in it; after SIGTERM with a checkpoint."""
+        """Close the run directory, with the exception in it; after a stop by a signal with a checkpoint."""
         super().on_exception(exception)
         guard = self.holdfast_guard
         if guard is not None and self.lightning_module is not None and isinstance(exception, SIGTERMException):
             save_stopped(self.lightning_module.trainer)
             guard.stopped()
+            exception.code = guard.policy.stop_exit_code
         self._close(exception)
 
     def teardown(self) -> None:
@@ -400,6 +402,15 @@ def _hold_saves(saves: Any, trainer: Any) -> None:
     for name, last in (("on_validation_end", False), ("on_train_epoch_end", True)):
         vars(saves)[name] = partial(made_before, getattr(saves, name), last=last)
     vars(saves)["on_train_batch_end"] = on_train_batch_end
+
+
+def _without_requeue_signal(policy: Policy, trainer: Any) -> Policy:
+    """Leave the signal upon which Lightning saves and requeues its Slurm job to Lightning's own handler."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return policy
+    requeue = environment.requeue_signal or signal.SIGUSR1
+    return policy.replace(stop_signals=[name for name in policy.stop_signals if name != requeue.name])
 
 
 def _check_supported(module: Any) -> None:

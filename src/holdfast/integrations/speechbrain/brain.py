@@ -206,8 +206,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
     def _holdfast_stop(self) -> NoReturn:
         assert self.holdfast_guard is not None
-        self.holdfast_guard.emit(run_events.StopRequested(reason=str(self.holdfast_guard.stop_reason)))
-        raise SystemExit(0)
+        ending = self.holdfast_guard.ending
+        self.holdfast_guard.stopped()
+        raise ending or SystemExit(0)
 
     def _holdfast_loss(self, part: Any) -> torch.Tensor:
         stage = load("speechbrain").Stage.TRAIN

@@ -94,6 +94,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
         Raises:
             HoldfastError: H307 or H312 for checkpoints, H401, H402, H501 or H503 for steps.
+            SystemExit, KeyboardInterrupt: After a stop by a signal, as ``Guard.batches``.
         """
         _check_supported(self)
         resume_from_checkpoint = resumable(self, resume_from_checkpoint, self._holdfast_run_dir)
@@ -107,7 +108,10 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         except BaseException as error:
             self._holdfast_close(type(error))
             raise
+        ending = None if self.holdfast_guard is None else self.holdfast_guard.ending
         self._holdfast_close(None)
+        if ending is not None:
+            raise ending
         return done
 
     def _holdfast_open(self, model: torch.nn.Module) -> HostedGuard:
@@ -331,7 +335,7 @@ class _StopWhenAsked:
     def _look(self, args: Any, control: Any) -> None:
         guard = self._trainer.holdfast_guard
         if guard is not None and guard.stop_reason is not None and not control.should_training_stop:
-            guard.emit(run_events.StopRequested(reason=guard.stop_reason))
+            guard.note_stop()
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
 

@@ -38,10 +38,14 @@ from holdfast.core.threads import start_thread
 from holdfast.loader.order.plan import Entry
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.fetch import Report, failure_of, shortage_in
+from holdfast.recorder.run_files import OBSERVE_VARIABLE, STACKS_SIGNAL
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1.0
 _left: list[list[Any]] = []  # iterators that no thread could be had for
+# A terminal, a scheduler or Slurm's --signal sends these to all processes of a job. The parent decides what comes of
+# them; until then workers, and programs that read samples for them, go on. SIGTERM ends a worker, as always.
+_OF_THE_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LOOKS, _LOOK_SECONDS = 50, 0.01  # half a second: a process whose sentinel fires is dead already
 
 
@@ -249,7 +253,7 @@ class _Beginning(NamedTuple):
 
 
 def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
-    """Start as a worker: no orphan, no handler of the parent's."""
+    """Start as a worker: no orphan, no handler of the parent's, and deaf to signals that are meant for the parent."""
     parent = how.parent
     if how.dies_with_thread:
         # The signal comes when the *thread* that forked ends, so only the main thread may ask for it.
@@ -261,8 +265,12 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
     if parent is not None and os.getppid() != parent:
         os._exit(1)  # it died before we asked
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with suppress(OSError, ValueError, RuntimeError):
-        faulthandler.register(signal.SIGUSR1)
+    for number in _OF_THE_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+    # Under `holdfast run` the observer has the stacks written into a file that the watchdog reads.
+    if OBSERVE_VARIABLE not in os.environ:
+        with suppress(OSError, ValueError, RuntimeError):
+            faulthandler.register(STACKS_SIGNAL)
     if how.share_by_file:
         set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     # Loaders of the parent that nobody has collected yet must not be collected here: on their way out they would make

@@ -20,7 +20,7 @@ from holdfast.core.events.process_events import Hang
 from holdfast.recorder.run_files import read_processes
 from holdfast.supervise.launch.hosts import Hosts
 from holdfast.supervise.launch.output import Copier, Streams
-from holdfast.supervise.launch.signals import ASKING_TO_END, Signals
+from holdfast.supervise.launch.signals import ASKING_TO_END, PASSED_ON, TO_HANDLERS, Signals
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
 
 _TICK_SECONDS = 1.0
@@ -30,6 +30,7 @@ _QUIET_SECONDS = 0.1  # a terminal passes its last bytes on through a work queue
 _FLUSH_SECONDS = 5.0  # for a slow reader of our own output
 _MOST_ASKED = 3  # whoever asks a third time means it, and who presses Ctrl-C a second time
 _TWICE_SECONDS = 0.5  # a shell and a wrapper around us may both pass one Ctrl-C on
+_SHELL = 128  # a shell reports signal n as status 128 + n
 _KILLED = "killed with SIGKILL, since it had not ended when it was asked to"
 
 
@@ -39,7 +40,8 @@ class End:
 
     status: int  # exit code, negative for a signal
     seconds: float  # how long it ran
-    asked: int | None  # the signal by which the user or a scheduler asked us to end, or None
+    # The signal by which the user or a scheduler asked us to end, or None; see `Attempt._asked_by`.
+    asked: int | None
     sent: int | None  # the last signal that we sent on our own account, after a hang or a time of grace, or None
     hang: Hang | None  # that it was ended for, or None
     elsewhere: str | None = None  # why another host had ended the attempt before, or None
@@ -63,6 +65,7 @@ class Attempt:
     _lines: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)
     _hang: Hang | None = field(default=None, init=False)
     _asked: list[int] = field(default_factory=list, init=False)
+    _passed_on: list[int] = field(default_factory=list, init=False)
     _interrupted: float | None = field(default=None, init=False)
     _sent: int | None = field(default=None, init=False)
     _elsewhere: str | None = field(default=None, init=False)
@@ -95,13 +98,30 @@ class Attempt:
         self.signals.command = None
         seconds = time.monotonic() - self._started
         status = self.child.wait()
-        self._end_leftovers()
+        self._end_leftovers(status)
         self.copier.drain(quiet_seconds=_QUIET_SECONDS, flush_seconds=max(self.grace_seconds, _FLUSH_SECONDS))
         self._say_lines()
-        asked = self._asked[0] if self._asked else None
         return End(
-            status=status, seconds=seconds, asked=asked, sent=self._sent, hang=self._hang, elsewhere=self._elsewhere
+            status=status,
+            seconds=seconds,
+            asked=self._asked_by(status),
+            sent=self._sent,
+            hang=self._hang,
+            elsewhere=self._elsewhere,
         )
+
+    def _asked_by(self, status: int) -> int | None:
+        """Return the signal that asked the command to end, given how it ended; None if none did.
+
+        SIGINT and SIGTERM ask whatever it does then. After SIGHUP the terminal is gone, so that nobody sees another
+        start. The others may mean anything, and asked if the command ended of one of them.
+        """
+        if self._asked:
+            return self._asked[0]
+        if signal.SIGHUP in self._passed_on:
+            return signal.SIGHUP
+        number = _signal_of(status)
+        return number if number in self._passed_on else None
 
     def _wait_once(self, seconds: float) -> bool:
         """Serve output; return whether there is more to do: somebody woke us, or it is so many seconds later."""
@@ -130,6 +150,8 @@ class Attempt:
                     os.killpg(self.signals.command, number)
         else:
             self.emit(process_events.Signal(number=number))
+            if number in PASSED_ON:
+                self._passed_on.append(number)
             if number in ASKING_TO_END:
                 self._on_asked(number)
 
@@ -203,13 +225,14 @@ class Attempt:
             self._deadline = math.inf
             self._kill()
 
-    def _end_leftovers(self) -> None:
+    def _end_leftovers(self, status: int) -> None:
         """End what the command has left behind: asked first, then killed."""
+        self._wait_for_told(status)
         left = self.tree.processes()
         if left:
             # A trainer may save in its time of grace: the command may have been a shell.
-            known = [info for _, info in read_processes(self.run) if info.attempt == self.number]
-            may_save = not known or any(info.pid in left for info in known if info.role == "trainer")
+            trainers = self._trainers()
+            may_save = trainers is None or bool(trainers & left)
             if self._deadline == math.inf or not may_save:
                 self._deadline = time.monotonic() + _LEFTOVER_SECONDS
             self.emit(process_events.Leftovers(pids=tuple(sorted(left))))
@@ -224,7 +247,32 @@ class Attempt:
         self._kill()
         self._reap()
 
+    def _trainers(self) -> set[int] | None:
+        """Return the pids of the attempt's processes that train; None if none of its processes is observed."""
+        observed = [info for _, info in read_processes(self.run) if info.attempt == self.number]
+        return {info.pid for info in observed if info.role == "trainer"} if observed else None
+
+    def _wait_for_told(self, status: int) -> None:
+        """Let processes that were told to save do so: the command above them, such as a shell, died of the signal.
+
+        They are not asked once more, since a second signal ends a guard at once. A scheduler or a terminal has told
+        them itself where the command ended of what these send to all.
+        """
+        told = set(self.signals.told)
+        if _signal_of(status) in TO_HANDLERS | {signal.SIGHUP}:
+            told |= self._trainers() or set()
+        deadline = self._deadline
+        self._limit(self.grace_seconds)
+        while told & self.tree.processes() and time.monotonic() < self._deadline:
+            self._wait_once(0.02)
+        self._deadline = deadline
+
     def _kill(self) -> None:
         _, stuck = kill_all(self.tree.processes, _KILL_SECONDS)
         if stuck:
             self.emit(process_events.NotKillable(pids=tuple(sorted(stuck))))
+
+
+def _signal_of(status: int) -> int:
+    """Return the signal that ended a command, also as a shell reports it, or a number that is none."""
+    return -status if status < 0 else status - _SHELL

@@ -1,8 +1,11 @@
 """Signals to the supervisor: passed on to the command as a terminal or a scheduler would send them, exactly once.
 
-The command has a session of its own, so no signal of the terminal reaches it by itself. SIGINT and SIGHUP go to its
-process group, as a terminal sends them. SIGTERM, SIGUSR1 and SIGUSR2 go to the command alone: a loader worker without
-a handler would die of them, and the trainer of the worker's death, while it saves.
+The command has a session of its own, so no signal of the terminal reaches it by itself. SIGINT, SIGQUIT and SIGHUP go
+to its process group, as a terminal sends them. SIGTERM goes to the command alone: a loader worker without a handler
+would die of it, and the trainer of the worker's death, while it saves.
+
+SIGUSR1 and SIGUSR2 go to whoever can use them. That is the command if it handles them, else the processes below it
+that do: torchrun and shells would end of a signal that the ranks take for "save and stop".
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from holdfast.supervise.process_tree import Tree, signal_all
+from holdfast.supervise.process_tree import Tree, catches, read_table, signal_all
 
-TO_GROUP = frozenset({signal.SIGINT, signal.SIGHUP})
-TO_COMMAND = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+TO_GROUP = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
+TO_COMMAND = frozenset({signal.SIGTERM})
+TO_HANDLERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+PASSED_ON = TO_GROUP | TO_COMMAND | TO_HANDLERS
 ASKING_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
-"""After these the command has its time of grace. A process that handles SIGHUP may well go on."""
+"""After these the command has its time of grace. A process that handles another one may well go on."""
 
 
 class Signals:
@@ -32,6 +37,8 @@ class Signals:
         self._tree = tree
         self.command: int | None = None
         """Pid of the command, which leads its process group; None while there is none, or when it has ended."""
+        self.told: set[int] = set()
+        """Pids below the command to which a signal was passed on by itself: they may save now, and then end."""
         self._received: deque[int] = deque()
         self._waiting: list[int] = []  # received, and not passed on, since there was no command
         self._previous: dict[int, Any] = {}
@@ -40,7 +47,7 @@ class Signals:
 
     def __enter__(self) -> Self:
         self._wakeup_before = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
-        for number in (*TO_GROUP, *TO_COMMAND, signal.SIGWINCH, signal.SIGCHLD, signal.SIGTSTP):
+        for number in (*PASSED_ON, signal.SIGWINCH, signal.SIGCHLD, signal.SIGTSTP):
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN or number == signal.SIGCHLD:  # ignoring it would lose exit statuses
                 self._previous[number] = before
@@ -60,6 +67,7 @@ class Signals:
     def attach(self, command: int) -> None:
         """Pass signals on to a command from now on, and those that came since the last `take`."""
         self.command = command
+        self.told.clear()
         while self._waiting:
             self._pass_on(self._waiting.pop(0))
 
@@ -90,6 +98,10 @@ class Signals:
                 os.killpg(self.command, number)
         elif self.command is not None and number in TO_COMMAND:
             signal_all([self.command], number)
+        elif self.command is not None and number in TO_HANDLERS:
+            handlers = find_handlers(self.command, number) or {self.command}
+            self.told |= handlers - {self.command}
+            signal_all(handlers, number)
 
     def _suspend(self, *_: object) -> None:
         """Stop with the command, as Ctrl-Z does, and go on with it.
@@ -100,3 +112,19 @@ class Signals:
         signal_all(ours, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         signal_all(ours, signal.SIGCONT)
+
+
+def find_handlers(command: int, number: int) -> set[int]:
+    """Return the uppermost processes of a command's tree that handle a signal, and none below these."""
+    children: dict[int, list[int]] = {}
+    for process in read_table().values():
+        children.setdefault(process.ppid, []).append(process.pid)
+    handlers: set[int] = set()
+    waiting = [command]
+    while waiting:
+        pid = waiting.pop()
+        if catches(pid, number):
+            handlers.add(pid)
+        else:
+            waiting += children.get(pid, ())
+    return handlers

@@ -31,11 +31,9 @@ from holdfast.supervise.launch.hosts import Hosts, find_host
 from holdfast.supervise.launch.output import Copier, OutputLog, Streams, open_missing_streams
 from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart
 from holdfast.supervise.launch.run_folder import RunFolder
-from holdfast.supervise.launch.signals import ASKING_TO_END, Signals
+from holdfast.supervise.launch.signals import PASSED_ON, Signals
 from holdfast.supervise.process_tree import Tree, read_process
 from holdfast.supervise.watch.limits import HangLimits
-
-_ENDING = ASKING_TO_END | {signal.SIGHUP}  # between attempts nobody handles the hang-up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +71,7 @@ class Supervisor:
         self._plan = plan
         self._environment = dict(os.environ)
         self._history: list[Past] = []
+        self._stopped_by: str | None = None  # the signal upon which the newest attempt stopped, or None
         self._lock = threading.Lock()
         number, count = find_host(plan.command, self._environment) if plan.shared else (0, 1)
         self._folder = RunFolder(plan.run if count == 1 else plan.run / f"host-{number}")
@@ -206,11 +205,16 @@ class Supervisor:
 
     def _judge(self) -> Verdict:
         """Return why the attempt ended, and write it down."""
+        self._stopped_by = None
         try:
             from holdfast.explain.collecting import collect
             from holdfast.explain.judging import judge
+            from holdfast.explain.runtime_causes import signal_of_stop, stop_requested
 
-            verdict = judge(collect(self.run_path, self._number))
+            facts = collect(self.run_path, self._number)
+            request = stop_requested(facts.events)
+            self._stopped_by = None if request is None else signal_of_stop(request)
+            verdict = judge(facts)
         except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor goes on
             why = f"{type(error).__name__}: {error}"
             verdict = _no_verdict(why)
@@ -234,6 +238,9 @@ class Supervisor:
         )
         if end.asked is not None:
             return Stop(why=f"{signal.Signals(end.asked).name} asked to end")
+        asked_by_us = end.sent is not None or end.elsewhere is not None
+        if self._stopped_by is not None and not asked_by_us:  # known from the run: its exit code may be any
+            return Stop(why=f"{self._stopped_by} asked the training to stop")
         if end.status == 0 and end.hang is None:
             return Stop(why="the command has ended with exit code 0")
         if end.hang is not None and end.hang.remedy == "end":
@@ -266,7 +273,7 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while True:
             for number in signals.take():
-                if number in _ENDING:
+                if number in PASSED_ON:  # between attempts there is nobody to handle it
                     self.emit(process_events.Signal(number=number))
                     return False
             if (left := deadline - time.monotonic()) <= 0:

@@ -6,6 +6,7 @@ It imports nothing heavy, since observed processes ask too.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 
 _PROGRAMS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed"})
@@ -14,6 +15,7 @@ _MODULES = (
     "accelerate.commands.accelerate_cli", "deepspeed.launcher",
 )  # fmt: skip
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*\Z")
+_OF_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 _LOOKED_AT = 4  # words: `uv run torchrun`, `env A=1 torchrun`
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
@@ -27,6 +29,17 @@ def find_launcher_name(argv: Sequence[str]) -> str | None:
         if _PYTHON.match(name):
             return _of_python(argv[index + 1 :])
     return None
+
+
+def leave_signals_to_ranks() -> None:
+    """Ignore in this process, a launcher, the signals that only its ranks can use, unless it handles them.
+
+    Slurm sends ``--signal=USR1@60`` to all processes of a step. torchrun would end of it, and take the ranks with it
+    while they save.
+    """
+    for number in _OF_RANKS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _of_python(words: Sequence[str]) -> str | None:

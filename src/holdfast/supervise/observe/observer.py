@@ -33,7 +33,7 @@ from holdfast.recorder.run_files import (
 from holdfast.recorder.scalars import Found, Scalars, outlets
 from holdfast.supervise.observe import logged
 from holdfast.supervise.observe.endings import Endings
-from holdfast.supervise.observe.launchers import find_launcher_name
+from holdfast.supervise.observe.launchers import find_launcher_name, leave_signals_to_ranks
 from holdfast.supervise.observe.stacks import Stacks
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class Observer:
         self._role: ProcessRole = "launcher" if find_launcher_name(sys.orig_argv) else "other"
         self._steps: Steps | None = None
         self.watch = ImportWatch(self.failed)
+        if self._role == "launcher":
+            leave_signals_to_ranks()
         self._stacks = Stacks(self._describe)
         self._forget()
         self.board = self._open()

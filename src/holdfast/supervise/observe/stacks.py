@@ -1,4 +1,4 @@
-"""Stacks of all threads, written in C by ``faulthandler``: upon SIGUSR1, and at a signal that kills.
+"""Stacks of all threads, written in C by ``faulthandler``: upon `STACKS_SIGNAL`, and at a signal that kills.
 
 A handler of the script's own for that signal, set at any time, takes the place of ours; then the observer shows that
 nobody may send the signal any more.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.files import open_file
-from holdfast.recorder.run_files import FAULTHANDLER_FILE
+from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_SIGNAL
 
 
 class Stacks:
@@ -26,8 +26,8 @@ class Stacks:
         self._taken = taken
         self._enable, self._register = faulthandler.enable, faulthandler.register
         self._at_death = not faulthandler.is_enabled()  # else the user wants them elsewhere
-        free = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-        self.signal = int(signal.SIGUSR1) if free else None
+        free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
+        self.signal = STACKS_SIGNAL if free else None
         """The signal that is answered, None if there is none."""
 
     def open(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class Stacks:
         faulthandler.enable = after(faulthandler.enable, lambda _: setattr(self, "_at_death", False))
 
     def _is_taken(self, number: Any) -> None:
-        if number == signal.SIGUSR1 and self.signal is not None:
+        if number == STACKS_SIGNAL and self.signal is not None:
             self.signal = None
             with suppress(OSError):
                 self._taken()

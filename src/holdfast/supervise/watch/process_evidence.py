@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,14 +106,6 @@ def _libraries(pid: int) -> _Ranges:
             first, _, last = words[0].partition("-")
             found.append((int(first, 16), int(last, 16), words[5]))
     return found
-
-
-def catches_sigusr1(pid: int) -> bool:
-    """Return whether a process has a handler for SIGUSR1 and does not block the signal: else it would end of it."""
-    lines = (line.partition(":") for line in _text(f"/proc/{pid}/status").splitlines())
-    masks = {name: int(mask, 16) for name, _, mask in lines if name in ("SigCgt", "SigBlk")}
-    bit = 1 << (signal.SIGUSR1 - 1)
-    return bool(masks.get("SigCgt", 0) & bit and not masks.get("SigBlk", bit) & bit)
 
 
 def uses_gpu(pid: int) -> bool:

@@ -1,8 +1,8 @@
 """Take the stacks of processes that stand still, twice, and write them down: by py-spy, faulthandler or the kernel.
 
 py-spy reads another process without stopping it. Where it is missing or may not (a container without ptrace), an
-observed process writes its own stack when SIGUSR1 comes; a process that has no handler would end of it, so it gets
-none. Everything has a time limit: a process in an uninterruptible wait must not block who looks at it.
+observed process writes its own stack when `STACKS_SIGNAL` comes; a process that has no handler would end of it, so it
+gets none. Everything has a time limit: a process in an uninterruptible wait must not block who looks at it.
 
 Does not: judge what it sees (``explain.hangs``).
 """
@@ -14,7 +14,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -28,10 +27,10 @@ from typing import Any
 from holdfast.core.files import created, make_folder, opened
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, clean
-from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
+from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER, STACKS_SIGNAL
+from holdfast.supervise.process_tree import catches
 from holdfast.supervise.watch.process_evidence import (
     KernelView,
-    catches_sigusr1,
     is_python,
     read_kernel_view,
     uses_gpu,
@@ -64,7 +63,7 @@ _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<fu
 class Subject:
     """A process to look at: what is known of it already, and whether it is known to be Python.
 
-    `folder` is where it writes its stacks upon SIGUSR1, or None if it does not.
+    `folder` is where it writes its stacks upon `STACKS_SIGNAL`, or None if it does not.
     """
 
     about: Examined
@@ -280,9 +279,9 @@ def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
     """Let an observed process write its own stacks; None if it has no handler for that, or does not answer."""
     try:
         before = file.stat().st_size
-        if not file.is_file() or not catches_sigusr1(pid):  # who replaces it by a pipe gets no reader
+        if not file.is_file() or not catches(pid, STACKS_SIGNAL):  # who replaces it by a pipe gets no reader
             return None
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, STACKS_SIGNAL)
         size, until = before, time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < until:
             time.sleep(_QUIET_SECONDS)

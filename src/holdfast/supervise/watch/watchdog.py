@@ -21,6 +21,7 @@ from holdfast.core.events.process_events import Hang, HangSuspected
 from holdfast.explain.hangs.blame import SIGNATURES_OF, Diagnosis, Remedy, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.recorder.progress import Phase
+from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import Process, descendants, read_process, read_table
 from holdfast.supervise.watch.limits import HangLimits
 from holdfast.supervise.watch.stacks import Stacks, Subject, Taken
@@ -252,4 +253,5 @@ def _subject(found: Process, seen: Watched | None, judged_at: float | None) -> S
         phase="" if judged_at is None else seen.phase_name,
         seconds=0.0 if judged_at is None else seen.age(judged_at), judged=judged_at is not None,
     )  # fmt: skip
-    return Subject(about=about, folder=seen.folder if seen.info.stacks_signal is not None else None, observed=True)
+    answers = seen.info.stacks_signal == STACKS_SIGNAL
+    return Subject(about=about, folder=seen.folder if answers else None, observed=True)

@@ -1,0 +1,139 @@
+"""Each signal that asks a run to stop: it saves, ends as its policy says, and goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+INTERRUPTED = -signal.SIGINT  # an uncaught KeyboardInterrupt
+ALL = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
+SOON = {"seconds_per_step": 0.02, "save_interval_steps": 1000}
+
+
+def wait_for_message(run, name):
+    """Return once the process has said that it heard a signal: the next one is another request."""
+    late = threading.Timer(60, run.process.kill)
+    late.start()
+    line = next((line for line in run.process.stdout if name in line), "nothing")
+    late.cancel()
+    assert "a second one ends the process at once" in line
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_signal_saves_and_stops_at_the_next_boundary(start, undisturbed, name):
+    """The step under way is saved, only Ctrl-C ends the script there, and the resumed run is bit-identical."""
+    run = start(**SOON)
+    run.wait_for(lambda line: line.get("step", 0) >= 7)
+    run.send(getattr(signal, name))
+    assert run.process.wait(60) == (INTERRUPTED if name == "SIGINT" else 0)
+    if name != "SIGINT":
+        assert run.lines()[-1]["stop_reason"] == name
+    rest = start(save_interval_steps=1000)
+    assert rest.end()["digest"] == undisturbed["digest"]
+    assert rest.lines()[0]["start"] == run.steps()[-1]
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize(
+    "place", [{"evaluate_at": 6}, {"slow_sample": 13}, {"slow_sample": 13, "workers": 2}], ids=str
+)
+def test_a_signal_is_honoured_while_nothing_is_trained(start, place, name):
+    """A long evaluation and a wait for data end at once; the exit code set in the policy is that of both signals."""
+    run = start(save_interval_steps=1000, policy={"stop_exit_code": 85}, **place)
+    run.wait_for(lambda line: "evaluating" in line or "waiting" in line)
+    run.send(getattr(signal, name))
+    assert run.process.wait(60) == 85
+    assert "end" not in run.lines()[-1], "what follows the loop has not run"
+    assert start(epochs=1).end()["events"][-1][0] == "closed"
+
+
+def test_an_evaluation_that_ctrl_c_ends_is_saved_and_interrupted(start):
+    """Without an exit code of its own, it ends with KeyboardInterrupt, and the step before it is not lost."""
+    run = start(save_interval_steps=1000, evaluate_at=6)
+    run.wait_for(lambda line: "evaluating" in line)
+    run.send(signal.SIGINT)
+    assert run.process.wait(60) == INTERRUPTED
+    rest = start(epochs=1)
+    rest.end()
+    assert rest.lines()[0]["start"] == 6
+
+
+@pytest.mark.parametrize("handled", [["SIGUSR2"], ["SIGTERM", "SIGXCPU", "SIGUSR2"]])
+def test_the_signals_are_those_of_the_policy(start, handled):
+    """One that is listed stops the run; one that is not does what it does without a guard."""
+    run = start(**SOON, policy={"stop_signals": handled})
+    run.wait_for(lambda line: "step" in line)
+    run.send(signal.SIGUSR2)
+    assert run.end()["stop_reason"] == "SIGUSR2"
+    other = start(**SOON, policy={"stop_signals": handled}, epochs=1000)
+    other.wait_for(lambda line: "step" in line)
+    other.send(signal.SIGUSR1)
+    assert other.process.wait(60) == -signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("SIGUSR1", "SIGUSR1"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGUSR1")],
+)
+def test_a_second_signal_ends_the_process_at_once(start, first, second):
+    """Whichever comes second, it ends a step that lasts, by the kernel."""
+    run = start(seconds_per_step=600)
+    run.wait_for(lambda line: "step" in line)
+    run.send(getattr(signal, first))
+    wait_for_message(run, first)
+    assert run.process.poll() is None, "the first one waits for the boundary"
+    run.send(getattr(signal, second))
+    assert run.process.wait(60) == -getattr(signal, second)
+
+
+def test_signals_that_come_together_are_one_request(start):
+    """A service manager sends SIGHUP right after SIGTERM, and Slurm some signals twice: the step under way is saved."""
+    run = start(seconds_per_step=0.3, save_interval_steps=1000)
+    run.wait_for(lambda line: line.get("step", 0) >= 2)
+    for name in ("SIGTERM", "SIGHUP", "SIGTERM", "SIGUSR1"):
+        run.send(getattr(signal, name))
+    end = run.end()
+    rest = start(epochs=1)
+    rest.end()
+    assert rest.lines()[0]["start"] == end["end"]
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_what_is_ignored_when_the_guard_is_made_stays_ignored(start, name):
+    """`nohup` ignores the hang-up of a terminal, a shell Ctrl-C for jobs in the background: training goes on."""
+    run = start(**SOON, ignored=[name])
+    run.wait_for(lambda line: line.get("step", 0) >= 3)
+    run.send(getattr(signal, name))
+    assert run.end()["stop_reason"] is None
+    assert run.steps()[-1] == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "loader"), [("SIGUSR1", "holdfast"), ("SIGUSR1", "torch"), ("SIGINT", "holdfast"), ("SIGHUP", "torch")]
+)
+def test_a_signal_to_all_processes_loses_no_worker(start, name, loader):
+    """Schedulers and terminals signal the loader workers too: none is lost or replaced, and the last step is saved."""
+    policy = {"stop_exit_code": 3}
+    run = start(loader=loader, workers=2, seconds_per_step=0.3, save_interval_steps=1000, policy=policy)
+    run.wait_for(lambda line: line.get("step", 0) >= 3)
+    os.killpg(run.process.pid, getattr(signal, name))
+    workers = children(run.process.pid)
+    time.sleep(0.15)
+    alive = children(run.process.pid)
+    assert run.process.wait(60) == 3
+    assert workers == alive
+    rest = start(loader=loader, epochs=1)
+    end = rest.end()
+    assert rest.lines()[0]["start"] == run.steps()[-1]
+    assert "loader_healed" not in {event[0] for event in end["events"]}
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
