@@ -238,3 +238,61 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
         assert refused() == "H111"
     finally:
         shared.update(usual)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another one, which has the attribute that prepared optimizers have, too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self.defaults = optimizer.defaults
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "inner": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state["steps"]
+        self.optimizer.load_state_dict(state["inner"])
+
+
+class Logged:
+    """A scheduler around another one, with the attribute of prepared ones."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "inner": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state["steps"]
+        self.scheduler.load_state_dict(state["inner"])
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_wrappers_of_the_users_own_are_not_taken_for_prepared_objects(tmp_path: Path, before: bool) -> None:
+    """Both are advanced once in each step, and stay in use, given to `prepare` or made after it."""
+    accelerator, model, prepared_optimizer, loader, _ = prepared(tmp_path)
+    optimizer = Lookahead(prepared_optimizer.optimizer)
+    scheduler = Logged(torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9))
+    given = accelerator.prepare(optimizer) if before else optimizer
+    guard = guard_of(accelerator, model=model, optimizer=given, loader=loader, scheduler=scheduler)
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+    assert (optimizer.steps, scheduler.steps, scheduler.scheduler.last_epoch) == (6, 6, 6)
+    forget_settings()

@@ -56,8 +56,9 @@ class Guard:
         run_dir: Directory of the run, made if missing.
         model: One module, or a dict of named ones. On several ranks one, in ``DistributedDataParallel``.
         optimizer: One optimizer, or a dict of named ones. All their parameters belong to the models.
-        scheduler: Learning-rate scheduler(s), by optimizer name where there are several. Advanced by the guard as
-            ``Policy.scheduler_interval`` says; ReduceLROnPlateau by `validated`, since it needs your metric.
+        scheduler: Learning-rate scheduler(s), by optimizer name where there are several. Any object with ``step()``,
+            ``state_dict()`` and ``load_state_dict(state)`` is advanced as ``Policy.scheduler_interval`` says;
+            ReduceLROnPlateau by `validated`, since it needs your metric; timm's schedulers after steps and epochs.
         loader: What `batches` iterates: a `holdfast.DataLoader`, or any other iterable of batches.
         state: Further state by name: anything with ``state_dict`` and ``load_state_dict``.
         averaged: ``torch.optim.swa_utils.AveragedModel`` of the bare model, or a dict of such by the names of models.

@@ -149,8 +149,8 @@ def _check_one_pass(name: str, optimizer: Any) -> None:
         raise PolicyError(
             f"optimizer {name!r} is a {kind.__name__}, which computes the gradient twice in each step",
             limit="a guarded step runs one forward and backward pass, and then calls step() without a closure",
-            fix="let the loss function return the loss at the perturbed weights, and give Guard the base optimizer: "
-            "docs/guide/guard.md, section 'Two-pass optimizers', has SAM in twelve lines.",
+            fix="let the loss function return the loss at the perturbed weights, and give Guard the base optimizer; "
+            "the guide to Guard has the code under 'Two-pass optimizers'.",
             rule="H107",
         )
     if needs_closure(kind):

@@ -193,7 +193,9 @@ def state_of(scheduler: Any) -> Any:
     plateau = _plateau_inside(scheduler) if way_of(scheduler) is Way.COUNT else None
     if plateau is None:
         return scheduler.state_dict()
-    attributes = {name: value for name, value in vars(scheduler).items() if _is_plain(value)}
+    attributes = [
+        {name: value for name, value in vars(holder).items() if _is_plain(value)} for holder in _counted(scheduler)
+    ]
     return {"own": scheduler.state_dict(), "attributes": attributes, "plateau": plateau.state_dict()}
 
 
@@ -204,8 +206,15 @@ def load_state(scheduler: Any, saved: Any) -> None:
         scheduler.load_state_dict(saved)
         return
     scheduler.load_state_dict(saved["own"])
-    vars(scheduler).update(saved["attributes"])
+    for holder, attributes in zip(_counted(scheduler), saved["attributes"], strict=True):
+        vars(holder).update(attributes)
     plateau.load_state_dict(saved["plateau"])
+
+
+def _counted(scheduler: Any) -> list[Any]:
+    """Return the schedulers of timm's kind in a scheduler, itself among them."""
+    inside = levels_inside(scheduler, lambda value: callable(getattr(value, "step_update", None)))
+    return [scheduler, *(inner for level in inside for inner in level)]
 
 
 def _is_plain(value: Any) -> bool:

@@ -135,8 +135,11 @@ class _AsPrepared:
 
 def _schedule(given: Any, processes: int) -> Any:
     """Return the scheduler inside a prepared one."""
-    inner = getattr(given, "scheduler", given)
-    if inner is given or isinstance(inner, _AsPrepared):
+    if not isinstance(given, load("accelerate.scheduler").AcceleratedScheduler):
+        # Another scheduler may well have an attribute of that name.
+        return given
+    inner = given.scheduler
+    if isinstance(inner, _AsPrepared):
         return inner
     advances = 1 if given.split_batches or not given.step_with_optimizer else processes
     if advances > 1 or hasattr(inner, "total_steps"):
@@ -189,7 +192,7 @@ def accelerate_guard(
     guard = AcceleratedGuard(
         Path(accelerator.project_dir, "holdfast") if run_dir is None else run_dir,
         model=_each(model, lambda given: _model(given, accelerator)),
-        optimizer=_each(optimizer, lambda given: getattr(given, "optimizer", given)),
+        optimizer=_each(optimizer, _optimizer),
         scheduler=_each(scheduler, lambda given: _schedule(given, accelerator.num_processes)),
         loader=_loader(loader, accelerator) if isinstance(loader, Iterable) else loader,
         policy=found,
@@ -206,6 +209,12 @@ def _each(given: Any, unwrapped: Any) -> Any:
     if isinstance(given, Mapping):
         return {name: unwrapped(each) for name, each in given.items()}
     return None if given is None else unwrapped(given)
+
+
+def _optimizer(given: Any) -> Any:
+    """Return the optimizer inside a prepared one; a wrapper such as Lookahead stays as it is."""
+    prepared = isinstance(given, load("accelerate.optimizer").AcceleratedOptimizer)
+    return given.optimizer if prepared else given
 
 
 def _model(given: Any, accelerator: Any) -> Any:

@@ -386,3 +386,33 @@ def test_a_lazy_layer_is_refused_until_it_has_seen_a_batch(tmp_path, lazy):
     model(BATCHES[0])
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer)
     assert not guard.step(BATCHES[0], square_of(model)).skipped
+
+
+# --- sharpness-aware minimization, as the guide has it --------------------------------------------------------
+
+
+def test_a_loss_at_perturbed_weights_is_sharpness_aware_minimization(tmp_path):
+    """The way that the guide documents takes the steps of SAM, with the plain optimizer inside."""
+    model, optimizer = model_and(refusing(SharpnessAware))
+    for batch in BATCHES:
+
+        def closure(batch: torch.Tensor = batch) -> None:
+            optimizer.zero_grad()
+            square_of(model)(batch).backward()
+
+        closure()
+        optimizer.step(closure)
+    reference = weights(model)
+
+    model, optimizer = model_and(refusing(torch.optim.SGD))
+
+    def sharpness_aware(batch: torch.Tensor) -> torch.Tensor:
+        named = dict(model.named_parameters())
+        gradients = torch.autograd.grad(square_of(model)(batch), list(named.values()))
+        perturbed = {name: p + 0.05 * g for (name, p), g in zip(named.items(), gradients, strict=True)}
+        return torch.func.functional_call(model, perturbed, (batch,)).square().mean()
+
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=BATCHES, max_grad_norm=None)
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, sharpness_aware)
+    assert torch.allclose(weights(model), reference, rtol=0, atol=1e-6)

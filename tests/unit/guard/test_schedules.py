@@ -404,7 +404,7 @@ def beside_its_wrapper(optimizer: Optimizer) -> dict[str, Any]:
 # --- refused --------------------------------------------------------------------------------------------------
 
 
-class Callable_(Blind):
+class Callback(Blind):
     """A callback, as those of pytorch-ignite."""
 
     step = None  # type: ignore[assignment]
@@ -412,7 +412,7 @@ class Callable_(Blind):
     def __call__(self, engine: Any) -> None: ...
 
 
-class Dampening(Callable_):
+class Dampening(Callback):
     """A factor on the rate, as pytorch_warmup's."""
 
     def dampen(self, step: int | None = None) -> None: ...
@@ -464,7 +464,7 @@ def plateau_inside(optimizer: Optimizer) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[Optimizer], Any], str]] = {
-    "callable": (lambda optimizer: Callable_(), "H105"),
+    "callable": (lambda optimizer: Callback(), "H105"),
     "dampening": (lambda optimizer: Dampening(), "H105"),
     "step(epoch)": (lambda optimizer: ByEpoch(), "H105"),
     "step(epoch), hidden": (lambda optimizer: HiddenEpoch(), "H105"),

@@ -289,7 +289,7 @@ class Session:
         try:
             self.ranks.agree("the state of optimizers", lambda: forms)
         except PolicyError as error:
-            raise PolicyError(error.what, limit=SPREAD_STATE, fix=WHOLE_STATE, rule="H108") from error
+            raise PolicyError(error.what, limit=SPREAD_STATE, fix=WHOLE_STATE, rule="H108") from None
 
     def own_state(self) -> dict[str, Any]:
         """Return what may differ between ranks."""
