@@ -192,6 +192,7 @@ class DataLoader(TorchDataLoader[Any]):
         """Whether the batch that was handed out last is one of another rank too: of fewer samples than ranks."""
         self.device = device
         self._under_way = False
+        self._sampler_reported = False
         self._host_epochs = HostEpochs(self)
         self._draws = False  # whether samples draw from python's or numpy's generator, as far as is known
         self._record: Callable[[EventData], None] | None = None
@@ -250,6 +251,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._check_length()
         # Drawn here, where an error of the sampler is no worker's.
         drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
+        self._report_a_changed_sampler()
         self._base_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
         source = self._stream_source() if self._plan is None else self._map_source()
         target = target_of(self.device)
@@ -323,6 +325,17 @@ class DataLoader(TorchDataLoader[Any]):
             )
             self._emit(run_events.NothingLeft(epoch=self._epoch, why=why))
 
+    def _report_a_changed_sampler(self) -> None:
+        """Say once that the loop changes the sampler between epochs, so that no checkpoint can bring it back."""
+        if self._sampler is None or not self._sampler.changed_by_others or self._sampler_reported:
+            return
+        self._sampler_reported = True
+        why = (
+            "none, because the sampler was changed between epochs, and not by being iterated: no checkpoint holds "
+            "that, and a resume is refused (H604). Give the sampler state_dict and load_state_dict"
+        )
+        self._emit(run_events.ResumeMayDiffer(why=why))
+
     def _map_source(self) -> MapSource:
         assert self._plan is not None
 
@@ -365,7 +378,14 @@ class DataLoader(TorchDataLoader[Any]):
     # --- position -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: what was handed out so far, as numbers and text, and what a stream keeps itself."""
+        """Return the position: what was handed out so far, as numbers and text.
+
+        What a stream or a sampler returns from a ``state_dict`` of its own is part of it.
+        """
+        return self.with_sampler(self.position())
+
+    def position(self) -> dict[str, Any]:
+        """Return `state_dict` without what belongs to a sampler of the user's, whose state may be large."""
         state = {"epoch": self._epoch, "consumed": self._at.position, "order": self._identity()}
         if self._host_epochs.current not in (None, self._epoch):
             state["named"] = self._host_epochs.current
@@ -379,7 +399,12 @@ class DataLoader(TorchDataLoader[Any]):
     def state_at(self, epoch: int) -> dict[str, Any]:
         """Return the position at the beginning of an epoch."""
         state = {"epoch": epoch, "consumed": 0, "order": self._identity()}
-        return {**state, "stream": {"parts": [], "turn": 0}} if self._iterable else state
+        return self.with_sampler({**state, "stream": {"parts": [], "turn": 0}} if self._iterable else state)
+
+    def with_sampler(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Return a `position` together with what belongs to the sampler."""
+        kept = None if self._sampler is None else self._sampler.state_dict(position["epoch"])
+        return position if kept is None else {**position, "sampler": kept}
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter()`` is, as you count them; earlier ones do not come again, see `go_to`.
@@ -410,6 +435,8 @@ class DataLoader(TorchDataLoader[Any]):
         """Continue from a position at the next ``iter()``; H604 if it is none, or would point at other samples."""
         check_position(self._identity(), state)
         at = Place.of(state)
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state.get("sampler"), state["epoch"])
         if self._sampler is not None and at.drawn is not None:
             self._sampler.in_short(state["epoch"], at.drawn)
         self.go_to(state["epoch"])

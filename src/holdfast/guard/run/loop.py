@@ -43,6 +43,7 @@ class Loop:
         self._postponed = False  # a save that is due waits
         self._reported_waiting = False
         self._epochs = 0  # whole ones, of this loop
+        self._said_what_is_unkept = False
 
     def batches(
         self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
@@ -64,6 +65,9 @@ class Loop:
             max_steps=max_steps,
         )  # fmt: skip
         self._record.emit(begun)
+        if cursor.unkept is not None and not self._said_what_is_unkept:
+            self._said_what_is_unkept = True
+            self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
         self._epochs = 0
         how: End = "failed"
         try:
