@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -86,26 +87,48 @@ class _Failed(NamedTuple):
 class Epoch:
     """The batches of an epoch, which go on after an error in the place of one, as torch's do."""
 
-    def __init__(self, batches: Generator[Any], loader: Sized) -> None:
+    under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
+    """Those that have handed out a batch since `take_unkept_loaders`, and have not reached their end.
+
+    One that was given up is gone by itself.
+    """
+
+    def __init__(self, batches: Generator[Any], loader: DataLoader) -> None:
         self._batches = batches
-        self._loader = loader
+        self.loader = loader
 
     def __len__(self) -> int:
         """Return the batches of an epoch, as an iterator of torch's."""
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Epoch:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.under_way.discard(self)
+            raise
+        self.under_way.add(self)
         if isinstance(batch, _Failed):
             raise batch.error
         return batch
 
     def close(self) -> None:
         """Give up the rest."""
+        self.under_way.discard(self)
         self._batches.close()
+
+
+def take_unkept_loaders() -> list[DataLoader]:
+    """Return the loaders that are in the middle of an epoch and whose position nobody has asked for to keep it.
+
+    Only those that have handed out a batch since the last call.
+    """
+    epochs = list(Epoch.under_way)
+    Epoch.under_way.clear()
+    return [epoch.loader for epoch in epochs if not epoch.loader.is_kept]
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -190,6 +213,8 @@ class DataLoader(TorchDataLoader[Any]):
         self._at = Place(position=0)
         self.repeats = False
         """Whether the batch that was handed out last is one of another rank too: of fewer samples than ranks."""
+        self.is_kept = False
+        """Whether a guard iterates this loader, or somebody has asked for its `state_dict`."""
         self.device = device
         self._under_way = False
         self._sampler_reported = False
@@ -216,6 +241,7 @@ class DataLoader(TorchDataLoader[Any]):
     def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
         """Call `record` with each event, and keep the ledger in the run's directory."""
         self._record = record
+        self.is_kept = True
         self.ledger.keep_in(run_dir / FILE_NAME)
 
     def _emit(self, data: EventData) -> None:
@@ -382,6 +408,7 @@ class DataLoader(TorchDataLoader[Any]):
 
         What a stream or a sampler returns from a ``state_dict`` of its own is part of it.
         """
+        self.is_kept = True
         return self.with_sampler(self.position())
 
     def position(self) -> dict[str, Any]:
