@@ -3,9 +3,11 @@
 a loader with state_dict     its own position (holdfast.DataLoader: exact, in no time)
 any other iterable           the random state at the start of the epoch is put back, the batches before the
                              position are read and dropped, the last from the random state of then, since the next
-                             may be made with it. The random state of the moment follows.
-                             Exact for torch's own DataLoader, shuffled or not, with the same worker count
+                             may be made with it. The random state of the moment follows. For torch's own DataLoader
+                             also its samplers' state_dict, and its workers are there or not as they were then
 an iterator                  cannot be started again: its order is nobody's to restore
+
+What each can promise is in ``loader.foreign``.
 """
 
 from __future__ import annotations
@@ -22,20 +24,23 @@ from holdfast.core.containers import count
 from holdfast.core.errors import LoaderError, PolicyError
 from holdfast.core.events.event import EventData
 from holdfast.guard.parts import Stateful
+from holdfast.guard.state.trees import copied, same
+from holdfast.loader.foreign import (
+    EXACT,
+    is_stateful,
+    keeps_by_state_dict,
+    resume_promise,
+    sources_of_state,
+    torch_loader_of,
+)
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.torch_workers import has_workers, match_workers
 
 _EXACT = (
     "bit-exact, if the dataset and collate_fn draw from the global generators of torch, numpy and random only: order "
     "and augmentation depend on (seed, epoch, index) then"
 )
-_OWN = "what the loader's own state_dict keeps"
-_REPLAY = (
-    "bit-exact if each batch is made when it is asked for, or one ahead, from random numbers of global generators or "
-    "of attributes of the loader. Not if it is made while a step runs, or depends on what training changes, as the "
-    "model or an environment: give such a loader state_dict and load_state_dict. Reads over"
-)
-_ONCE = "none: an iterator cannot be started again; batches already trained are read and dropped"
 
 
 def check_position(state: dict[str, Any]) -> None:
@@ -61,6 +66,11 @@ class Cursor:
         self._loader = loader
         self._devices = devices
         self._stateful = isinstance(loader, Stateful)
+        # Torch's own loader, or that inside a wrapper of ours, if its batches are read over after a resume.
+        self._torch_loader = None if self._stateful else torch_loader_of(loader)
+        # Whether workers of an epoch before were there when this epoch began; None: as they are.
+        self._had_workers: bool | None = None
+        self._changed_settings = ""
         self.epoch = 0
         self.batches = 0
         self.trained = 0  # batches over all epochs
@@ -82,9 +92,17 @@ class Cursor:
         """Return what a resume can promise for this loader."""
         if isinstance(self._loader, DataLoader):
             return _EXACT
-        if self._stateful:
-            return _OWN
-        return _REPLAY if self.goes_back else _ONCE
+        return self._changed_settings or resume_promise(self._loader)
+
+    @property
+    def unkept(self) -> str | None:
+        """Return why a resumed run may read other batches, if the user should hear of it before training."""
+        promise = self.promise
+        if isinstance(self._loader, DataLoader) or promise == EXACT:
+            return None
+        if keeps_by_state_dict(self._loader) and not self._changed_settings:
+            return None
+        return promise
 
     @property
     def goes_back(self) -> bool:
@@ -107,6 +125,7 @@ class Cursor:
                 self._loader.go_to(self.epoch)  # whoever looked at a batch before has moved nothing
             iterator = iter(self._loader)
         elif self.batches == 0:
+            self._match_workers()
             if state is not None:
                 restore(state)
             self._epoch_start = capture(self._devices)
@@ -119,7 +138,18 @@ class Cursor:
             restore(state)
         return iterator
 
+    def _match_workers(self) -> None:
+        """Have workers of torch's loader, or none, as there were when this epoch began."""
+        if self._torch_loader is None:
+            return
+        if self._had_workers is not None:
+            states = self._generator_states()
+            match_workers(self._torch_loader, started=self._had_workers)
+            self._set_generators(states)
+        self._had_workers = has_workers(self._torch_loader)
+
     def _replay(self) -> Iterator[Any]:
+        self._match_workers()
         now = self._generator_states()
         if self._epoch_start is not None:
             restore(self._epoch_start)
@@ -146,12 +176,16 @@ class Cursor:
             self._fetching = False
             raise
         if isinstance(self._loader, DataLoader):
-            self._state_after = self._loader.state_dict()
+            self._state_after = self._loader.position()
         return batch
 
     def _state_of_loader(self) -> Any:
         """Return the loader's position: that of our iterator, also if the loop body has looked at another one."""
-        return self._loader.state_dict() if self._state_after is None else self._state_after  # type: ignore[attr-defined]
+        if self._state_after is not None:
+            return self._state_after
+        if isinstance(self._loader, DataLoader):
+            return self._loader.position()
+        return self._loader.state_dict()  # type: ignore[attr-defined]
 
     def advance(self) -> None:
         """Count the batch that was fetched last as trained. Without effect if it was counted before."""
@@ -222,6 +256,7 @@ class Cursor:
             )
         facts = self.batches, self.batch_size
         self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
+        self._had_workers = None
         self._under_way = False
         return facts
 
@@ -242,12 +277,31 @@ class Cursor:
             "epoch": self.epoch,
             "batches": self.batches,
             "trained": self.trained,
-            "loader": self._loader_state,
+            "loader": self._with_sampler(self._loader_state),
             "epoch_start": None if self._epoch_start is None else self._epoch_start.to_tree(),
             "before_last": None if self._before_last is None or self._stateful else self._before_last.to_tree(),
             "generators": self._generators,
             "generators_now": self._generators if drawn else self._generator_states(),
+            "had_workers": self._workers_at_begin(),
+            "settings": self._settings(),
         }
+
+    def _with_sampler(self, loader_state: Any) -> Any:
+        """Return the state of a holdfast loader with what belongs to its sampler, which is left out at each batch."""
+        if not isinstance(self._loader, DataLoader) or loader_state is None or "sampler" in loader_state:
+            return loader_state
+        return self._loader.with_sampler(loader_state)
+
+    def _workers_at_begin(self) -> bool | None:
+        """Return whether the epoch that is under way, or else the next one, begins with workers of one before."""
+        if self._torch_loader is None or self._had_workers is not None:
+            return self._had_workers
+        return has_workers(self._torch_loader)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of torch's loader that a position counts in, or that decide who draws which number."""
+        loader = self._torch_loader
+        return {} if loader is None else {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; the next `begin` starts there."""
@@ -262,30 +316,52 @@ class Cursor:
         )
         self._generators = state["generators"]
         self._set_generators(state["generators_now"])
+        self._had_workers = state.get("had_workers")
+        self._compare_settings(state.get("settings", {}))
 
-    def _own_generators(self) -> list[Any]:
-        """Return the generators of its own that a loader, or its sampler, draws from; holdfast's draws from none."""
-        if self._stateful:
-            return []
-        holders = (self._loader, *(getattr(self._loader, name, None) for name in ("sampler", "batch_sampler")))
-        values = (value for holder in holders for value in getattr(holder, "__dict__", {}).values())
-        kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-        return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+    def _compare_settings(self, before: dict[str, Any]) -> None:
+        """Lower the promise if torch's loader was set up otherwise when the position was saved."""
+        now = self._settings()
+        changed = [f"{name}={before[name]!r}" for name in now if name in before and now[name] != before[name]]
+        self._changed_settings = ""
+        if changed:
+            self._changed_settings = (
+                f"none, because the checkpoint was made with {', '.join(changed)}, which the loader has not now: "
+                "it is read over by batches of another size, or other workers draw the random numbers. Set it up as "
+                "it was; holdfast.DataLoader goes on exactly with any"
+            )
+
+    def _sources(self) -> list[Any]:
+        """Return the generators and stateful samplers that a loader draws from; holdfast's draws from none."""
+        return [] if self._stateful else sources_of_state(self._loader)
 
     def _generator_states(self) -> list[Any]:
-        return [_state_of(generator) for generator in self._own_generators()]
+        return [_state_of(source) for source in self._sources()]
 
     def _set_generators(self, states: Sequence[Any]) -> None:
-        for generator, seen in zip(self._own_generators(), states, strict=False):
-            if isinstance(generator, random.Random):
-                generator.setstate(seen)
-            elif isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = seen
-            else:
-                generator.set_state(seen)
+        for source, state in zip(self._sources(), states, strict=False):
+            _put_back(source, state)
 
 
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+def _state_of(source: Any) -> Any:
+    """Return the state of a random generator or of a sampler."""
+    if isinstance(source, random.Random):
+        return source.getstate()
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    if is_stateful(source):
+        return copied(source.state_dict())
+    return source.get_state()
+
+
+def _put_back(source: Any, state: Any) -> None:
+    """Give a random generator or a sampler the state that `_state_of` has returned."""
+    if isinstance(source, random.Random):
+        source.setstate(state)
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif not is_stateful(source):
+        source.set_state(state)
+    elif not same(source.state_dict(), state):
+        # Some samplers go to the middle of an epoch when they are loaded: one that is there already is left alone.
+        source.load_state_dict(copied(state))

@@ -54,6 +54,11 @@ class PreparedLoader:
         self.generator = getattr(loader, "generator", None)
         self.sampler = _Order(loader)
 
+    @property
+    def torch_loader(self) -> Any:
+        """Return torch's loader if its batches are taken as they are; None where Accelerate orders them."""
+        return self._inner()
+
     def __len__(self) -> int:
         """Return the windows of an epoch."""
         return -(-len(self._loader) // self._steps)  # type: ignore[arg-type]
@@ -69,8 +74,8 @@ class PreparedLoader:
 
     def _one_by_one(self) -> Iterator[Any]:
         loader: Any = self._loader
-        inner = getattr(loader, "base_dataloader", None)
-        if inner is None or type(loader).__name__ != "DataLoaderShard" or loader.skip_batches:
+        inner = self._inner()
+        if inner is None:
             yield from loader  # a dispatcher has an order of its own
             return
         if loader.rng_types is not None:
@@ -78,6 +83,12 @@ class PreparedLoader:
         loader.set_epoch(loader.iteration)
         yield from inner
         loader.iteration += 1
+
+    def _inner(self) -> Any:
+        loader: Any = self._loader
+        if type(loader).__name__ != "DataLoaderShard" or loader.skip_batches:
+            return None
+        return getattr(loader, "base_dataloader", None)
 
 
 class _Order:

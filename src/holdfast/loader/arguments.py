@@ -168,12 +168,13 @@ def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repea
     )
     order: Any
     if batch_sampler is not None:
-        order = Sampled(batch_sampler, loader.seed, repeats=repeats, batches=True, samples=samples)
+        order = Sampled(batch_sampler, loader.seed, repeats=repeats, batches=True, samples=samples, dataset=dataset)
         return Plan(order=order, of_batches=True)
     if isinstance(sampler, Order):
         order = sampler
     elif sampler is not None:
-        order, ranks = Sampled(sampler, loader.seed, repeats=repeats, samples=samples), (0, 1)
+        order = Sampled(sampler, loader.seed, repeats=repeats, samples=samples, dataset=dataset)
+        ranks = (0, 1)
     else:
         order = Shuffled(len(dataset)) if given.get("shuffle") else Sequential(len(dataset))
     return Plan(

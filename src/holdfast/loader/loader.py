@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -86,26 +87,48 @@ class _Failed(NamedTuple):
 class Epoch:
     """The batches of an epoch, which go on after an error in the place of one, as torch's do."""
 
-    def __init__(self, batches: Generator[Any], loader: Sized) -> None:
+    under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
+    """Those that have handed out a batch since `take_unkept_loaders`, and have not reached their end.
+
+    One that was given up is gone by itself.
+    """
+
+    def __init__(self, batches: Generator[Any], loader: DataLoader) -> None:
         self._batches = batches
-        self._loader = loader
+        self.loader = loader
 
     def __len__(self) -> int:
         """Return the batches of an epoch, as an iterator of torch's."""
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Epoch:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.under_way.discard(self)
+            raise
+        self.under_way.add(self)
         if isinstance(batch, _Failed):
             raise batch.error
         return batch
 
     def close(self) -> None:
         """Give up the rest."""
+        self.under_way.discard(self)
         self._batches.close()
+
+
+def take_unkept_loaders() -> list[DataLoader]:
+    """Return the loaders that are in the middle of an epoch and whose position nobody has asked for to keep it.
+
+    Only those that have handed out a batch since the last call.
+    """
+    epochs = list(Epoch.under_way)
+    Epoch.under_way.clear()
+    return [epoch.loader for epoch in epochs if not epoch.loader.is_kept]
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -190,8 +213,11 @@ class DataLoader(TorchDataLoader[Any]):
         self._at = Place(position=0)
         self.repeats = False
         """Whether the batch that was handed out last is one of another rank too: of fewer samples than ranks."""
+        self.is_kept = False
+        """Whether a guard iterates this loader, or somebody has asked for its `state_dict`."""
         self.device = device
         self._under_way = False
+        self._sampler_reported = False
         self._host_epochs = HostEpochs(self)
         self._draws = False  # whether samples draw from python's or numpy's generator, as far as is known
         self._record: Callable[[EventData], None] | None = None
@@ -215,6 +241,7 @@ class DataLoader(TorchDataLoader[Any]):
     def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
         """Call `record` with each event, and keep the ledger in the run's directory."""
         self._record = record
+        self.is_kept = True
         self.ledger.keep_in(run_dir / FILE_NAME)
 
     def _emit(self, data: EventData) -> None:
@@ -250,6 +277,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._check_length()
         # Drawn here, where an error of the sampler is no worker's.
         drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
+        self._report_a_changed_sampler()
         self._base_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
         source = self._stream_source() if self._plan is None else self._map_source()
         target = target_of(self.device)
@@ -323,6 +351,17 @@ class DataLoader(TorchDataLoader[Any]):
             )
             self._emit(run_events.NothingLeft(epoch=self._epoch, why=why))
 
+    def _report_a_changed_sampler(self) -> None:
+        """Say once that the loop changes the sampler between epochs, so that no checkpoint can bring it back."""
+        if self._sampler is None or not self._sampler.changed_by_others or self._sampler_reported:
+            return
+        self._sampler_reported = True
+        why = (
+            "none, because the sampler was changed between epochs, and not by being iterated: no checkpoint holds "
+            "that, and a resume is refused (H604). Give the sampler state_dict and load_state_dict"
+        )
+        self._emit(run_events.ResumeMayDiffer(why=why))
+
     def _map_source(self) -> MapSource:
         assert self._plan is not None
 
@@ -365,7 +404,15 @@ class DataLoader(TorchDataLoader[Any]):
     # --- position -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: what was handed out so far, as numbers and text, and what a stream keeps itself."""
+        """Return the position: what was handed out so far, as numbers and text.
+
+        What a stream or a sampler returns from a ``state_dict`` of its own is part of it.
+        """
+        self.is_kept = True
+        return self.with_sampler(self.position())
+
+    def position(self) -> dict[str, Any]:
+        """Return `state_dict` without what belongs to a sampler of the user's, whose state may be large."""
         state = {"epoch": self._epoch, "consumed": self._at.position, "order": self._identity()}
         if self._host_epochs.current not in (None, self._epoch):
             state["named"] = self._host_epochs.current
@@ -379,7 +426,12 @@ class DataLoader(TorchDataLoader[Any]):
     def state_at(self, epoch: int) -> dict[str, Any]:
         """Return the position at the beginning of an epoch."""
         state = {"epoch": epoch, "consumed": 0, "order": self._identity()}
-        return {**state, "stream": {"parts": [], "turn": 0}} if self._iterable else state
+        return self.with_sampler({**state, "stream": {"parts": [], "turn": 0}} if self._iterable else state)
+
+    def with_sampler(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Return a `position` together with what belongs to the sampler."""
+        kept = None if self._sampler is None else self._sampler.state_dict(position["epoch"])
+        return position if kept is None else {**position, "sampler": kept}
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter()`` is, as you count them; earlier ones do not come again, see `go_to`.
@@ -410,6 +462,8 @@ class DataLoader(TorchDataLoader[Any]):
         """Continue from a position at the next ``iter()``; H604 if it is none, or would point at other samples."""
         check_position(self._identity(), state)
         at = Place.of(state)
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state.get("sampler"), state["epoch"])
         if self._sampler is not None and at.drawn is not None:
             self._sampler.in_short(state["epoch"], at.drawn)
         self.go_to(state["epoch"])

@@ -84,6 +84,10 @@ class PositionNotKept(EventData):
     )
 
 
+class ResumeMayDiffer(_Why):
+    """A run that resumes may read other batches, or other augmentation, than one that was never interrupted."""
+
+
 class BeginsAnew(EventData):
     """A framework began at step 0, although there are checkpoints in this directory."""
 

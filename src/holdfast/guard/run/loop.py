@@ -19,6 +19,7 @@ from holdfast.guard.run.own_steps import OwnStepsRefused
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery
 from holdfast.guard.stop import Interrupted, StopRequest
+from holdfast.loader.loader import take_unkept_loaders
 
 # A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the loop, or after so
 # many steps. An evaluation comes after each epoch, or after 500 steps (defaults of Lightning and of the Trainer).
@@ -42,6 +43,8 @@ class Loop:
         self._postponed = False  # a save that is due waits
         self._reported_waiting = False
         self._epochs = 0  # whole ones, of this loop
+        self._said_what_is_unkept = False
+        self._reported_loaders = False
 
     def batches(
         self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
@@ -62,7 +65,11 @@ class Loop:
             max_steps=max_steps,
         )  # fmt: skip
         self._record.emit(begun)
+        if cursor.unkept is not None and not self._said_what_is_unkept:
+            self._said_what_is_unkept = True
+            self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
         self._epochs = 0
+        take_unkept_loaders()  # what was looked at before the loop is none of it
         how: End = "failed"
         try:
             self._session.save_first()
@@ -129,6 +136,7 @@ class Loop:
                 return
             cursor.advance()
             self._state.boundary()
+            self._report_unkept_loaders()
             if self._ranks.world_size > 1 or not cursor.seems_to_end:  # which the first rank has said for all
                 self._save_if_due()
             if finished():
@@ -145,6 +153,20 @@ class Loop:
         self._save_if_due()
         if self._record.global_step >= _STEPS_WITHOUT_METRIC:
             self._report_waiting_schedulers(cursor.epoch)
+
+    def _report_unkept_loaders(self) -> None:
+        """Report once that the loop advances a loader whose position is in no checkpoint.
+
+        One that is iterated to its end within the body of the loop, as for an evaluation, has no position here.
+        """
+        if self._reported_loaders or not take_unkept_loaders():
+            return
+        self._reported_loaders = True
+        why = (
+            "none for a second holdfast.DataLoader, because the loop advances it and no checkpoint holds where: "
+            'a resume begins it anew. Pass it by name: Guard(..., state={"labelled": loader})'
+        )
+        self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
         """Report once which schedulers need a metric and were never given one, by no process of the run."""

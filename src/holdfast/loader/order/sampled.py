@@ -1,7 +1,16 @@
-"""A user's sampler, or sampler of batches: drawn once an epoch from (seed, epoch), whatever its source of chance."""
+"""A user's sampler, or sampler of batches: drawn once an epoch from (seed, epoch), whatever its source of chance.
+
+Some carry state from epoch to epoch, such as counters or lists that are shuffled now and then. What they keep is part
+of a position:
+
+state_dict and load_state_dict   are called, so that a resume needs no earlier epoch
+neither                          a resume draws the epochs before again, in the same order
+changed by somebody else         such as weights that the loop sets: that cannot be drawn again, so it is said
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Sized
 from numbers import Integral
@@ -11,7 +20,9 @@ import numpy as np
 import torch
 
 from holdfast.core.errors import LoaderError
+from holdfast.loader.foreign import has_no_state, is_stateful
 from holdfast.loader.order.host_epochs import sets_epoch
+from holdfast.loader.order.sampler_state import Fingerprint, as_ranges, copied, fingerprint, from_ranges, same_state
 from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
@@ -34,6 +45,9 @@ class Sampled:
     H603 for a sampler without a length, or with one that no memory holds.
     """
 
+    changed_by_others = False
+    """Whether somebody else has changed the sampler between epochs, and it has no ``state_dict`` to keep that by."""
+
     def __init__(
         self,
         sampler: Iterable[Any],
@@ -42,6 +56,7 @@ class Sampled:
         repeats: bool | None = None,
         batches: bool = False,
         samples: int | None = None,
+        dataset: Any = None,
     ) -> None:
         if not isinstance(sampler, Sized):
             raise LoaderError(
@@ -58,13 +73,22 @@ class Sampled:
                 "guard.batches(max_steps=...).",
                 rule="H603",
             )
-        self._sampler = sampler
+        self._sampler: Any = sampler
         self._seed = seed
         self._repeats = repeats
         self._batches = batches
         self._samples = samples
         self._kept: dict[int, list[Any]] = {}
         self._epoch_seen = 0  # that the sampler had when it was last looked at; torch's begin with 0
+        self._dataset = dataset
+        self._digests: dict[int, str] = {}  # of the epochs that are kept
+        # The epochs that were drawn from the sampler as it was given, in this order.
+        self._history: list[int] = []
+        # Whether a draw changes what later ones yield; None before the first one.
+        self._carries: bool | None = False if self._says_its_state or self._is_torchs else None
+        self._as_given: Any | None = None  # a copy, while it is not certain that nothing is carried
+        self._left_as: Fingerprint | None = None  # by the newest draw
+        self._before_draw: dict[int, Any] = {}  # its state_dict before the epochs that are kept
 
     def __len__(self) -> int:
         """Return the entries of an epoch, as the sampler states."""
@@ -82,27 +106,146 @@ class Sampled:
     def drawn(self, epoch: int) -> list[Any]:
         """Return all that the sampler yields in an epoch; H609 if indices repeat by mistake."""
         if epoch not in self._kept:
+            self._note_changes()
+            if self._says_its_state:
+                self._before_draw[epoch] = copy.deepcopy(self._sampler.state_dict())
+            elif self._carries is None and not self._history:
+                self._as_given = copied(self._sampler, self._dataset)
             found = self._draw(epoch)
+            self._history.append(epoch)
+            self.epoch_set()
+            if self._carries is None:
+                self._carries = self._changes_itself(epoch, found)
+            if not self._carries:
+                self._as_given = None
             if not self.repeats:
                 _check_once(found, type(self._sampler).__name__, batches=self._batches)
             for old in list(self._kept)[: 1 - _KEPT_EPOCHS]:
-                del self._kept[old]
+                self._forget(old)
             self._kept[epoch] = found
         return self._kept[epoch]
 
+    def _forget(self, epoch: int) -> None:
+        for of_epochs in (self._kept, self._digests, self._before_draw):
+            of_epochs.pop(epoch, None)
+
     def _draw(self, epoch: int) -> list[Any]:
+        """Return what the sampler yields under the random numbers of an epoch, and note how that leaves it."""
         with isolated():
-            seed = derive_seed(self._seed, epoch, "order")
-            seed_cpu(seed)
-            for each in self._samplers():
-                generator = getattr(each, "generator", None)
-                if isinstance(generator, torch.Generator):
-                    generator.manual_seed(seed)
-                if sets_epoch(each):
-                    each.set_epoch(epoch)
+            self._begin_epoch(self._samplers(), epoch)
+            before = self._fingerprint()
             found = list(self._sampler)
-        self.epoch_set()
+        self._left_as = self._fingerprint()
+        if self._carries is None and before == self._left_as and before.is_complete:
+            self._carries = False
         return found
+
+    def _begin_epoch(self, samplers: Iterable[Any], epoch: int) -> None:
+        seed = derive_seed(self._seed, epoch, "order")
+        seed_cpu(seed)
+        for sampler in samplers:
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            if sets_epoch(sampler):
+                sampler.set_epoch(epoch)
+
+    # --- what is carried from epoch to epoch ----------------------------------------------------------------------
+
+    @property
+    def _says_its_state(self) -> bool:
+        return is_stateful(self._sampler)
+
+    @property
+    def _is_torchs(self) -> bool:
+        return all(sampler is None or has_no_state(sampler) for sampler in self._samplers())
+
+    def _fingerprint(self) -> Fingerprint:
+        return fingerprint((sampler for sampler in self._samplers() if sampler is not None), self._dataset)
+
+    def _changes_itself(self, epoch: int, found: list[Any]) -> bool:
+        """Return whether a copy of the sampler, as the draw has left it, draws the same epoch otherwise.
+
+        Many keep what they have drawn in an attribute, which changes nothing. Without a copy the answer is True.
+        """
+        again = copied(self._sampler, self._dataset)
+        if again is None or self._left_as is None or not self._left_as.is_complete:
+            return True
+        samplers = [sampler for sampler in (again, getattr(again, "sampler", None)) if sampler is not None]
+        with isolated():
+            self._begin_epoch(samplers, epoch)
+            same = key_of(list(again)) == key_of(found)
+        return not same or fingerprint(samplers, self._dataset) != self._left_as
+
+    def _note_changes(self) -> None:
+        """Notice a change since the newest draw; who sets epochs changes it too, and the next draw undoes that."""
+        if self._says_its_state or self._left_as is None or any(sets_epoch(each) for each in self._samplers()):
+            return
+        self.changed_by_others |= self._left_as.is_complete and self._fingerprint() != self._left_as
+
+    def state_dict(self, epoch: int) -> dict[str, Any] | None:
+        """Return what a position in an epoch needs of the sampler, for `load_state_dict`; None: nothing."""
+        if self._says_its_state:
+            before = self._before_draw.get(epoch) if self._history[-1:] == [epoch] else None
+            return {"before": before, "now": copy.deepcopy(self._sampler.state_dict())}
+        if self.changed_by_others:
+            return {"changed_by_others": True}
+        if self._carries is False:
+            return None
+        newest = self._history[-1] if self._history else None
+        digest = None if newest is None else self.in_short(newest, None)
+        return {"epochs": as_ranges(self._history), "drawn": None if digest is None else list(digest)}
+
+    def load_state_dict(self, state: dict[str, Any] | None, epoch: int) -> None:
+        """Bring the sampler to where it was in an epoch; H604 if that is not possible."""
+        if state is None:
+            return
+        if "epochs" in state:
+            if self._carries is False:
+                return  # the position is from before that was known
+            self._draw_again(from_ranges(state["epochs"]), state["drawn"])
+        elif "changed_by_others" in state:
+            raise self._lost("was changed between epochs by the loop, and no checkpoint holds that")
+        elif not self._says_its_state:
+            raise self._lost("has no state_dict and load_state_dict, and had them when the position was saved")
+        else:
+            if state["before"] is not None:
+                self._forget(epoch)
+                self._sampler.load_state_dict(copy.deepcopy(state["before"]))
+                self.drawn(epoch)
+            if not same_state(self._sampler.state_dict(), state["now"]):
+                self._sampler.load_state_dict(copy.deepcopy(state["now"]))
+
+    def _draw_again(self, epochs: list[int], drawn: list[Any] | None) -> None:
+        """Draw epochs in the order in which they were drawn before; H604 if the last one is another one now."""
+        if self._history != epochs[: len(self._history)]:
+            self._return_to_the_beginning()
+        for epoch in epochs[len(self._history) :]:
+            self._forget(epoch)
+            self.drawn(epoch)
+        if drawn is not None:
+            self.in_short(epochs[-1], Drawn(*drawn))
+
+    def _return_to_the_beginning(self) -> None:
+        again = None if self._as_given is None else copied(self._as_given, self._dataset)
+        if again is None:
+            raise self._lost("cannot be copied, and so not be brought back to an earlier epoch in the same process")
+        vars(self._sampler).clear()
+        vars(self._sampler).update(vars(again))
+        for epoch in list(self._kept):
+            self._forget(epoch)
+        self._history, self._left_as = [], None
+
+    def _lost(self, why: str) -> LoaderError:
+        return LoaderError(
+            f"{type(self._sampler).__name__} {why}",
+            limit="the batches that follow depend on it",
+            fix="give the sampler state_dict and load_state_dict, which are kept with the position, and begin in "
+            "another run directory.",
+            rule="H604",
+        )
+
+    # --- epochs ---------------------------------------------------------------------------------------------------
 
     def epoch_set(self) -> int | None:
         """Return the epoch that somebody else has set on the sampler since this was last asked, or None."""
@@ -116,14 +259,17 @@ class Sampled:
     def in_short(self, epoch: int, then: Drawn | None) -> Drawn:
         """Return a digest of an epoch; H604 if another order was drawn `then`, as far as it is of this rank."""
         ranks = [int(each.rank) for each in self._samplers() if isinstance(getattr(each, "rank", None), Integral)]
-        digest = hashlib.blake2b(repr(key_of(self.drawn(epoch))).encode(), digest_size=8).hexdigest()
-        now = Drawn(digest, ranks[0] if ranks else None)
+        entries = self.drawn(epoch)
+        if epoch not in self._digests:
+            self._digests[epoch] = hashlib.blake2b(repr(key_of(entries)).encode(), digest_size=8).hexdigest()
+        now = Drawn(self._digests[epoch], ranks[0] if ranks else None)
         if then is not None and then.rank == now.rank and then.digest != now.digest:
             raise LoaderError(
                 "the sampler draws another order than when the position was saved, at the same seed and epoch",
                 limit="the same order is needed to continue in the middle of an epoch",
                 fix="let it draw from torch's, numpy's or python's global generator or from an attribute "
-                "`generator`, which are seeded for it, or from its epoch in set_epoch().",
+                "`generator`, which are seeded for it, or from its epoch in set_epoch(); make it from the same seed; "
+                "what it carries from epoch to epoch is kept by its state_dict and load_state_dict.",
                 rule="H604",
             )
         return now
