@@ -358,11 +358,36 @@ def test_a_best_model_that_was_damaged_is_not_loaded(tmp_path: Path) -> None:
     assert trainer.state.best_global_step == 2
 
 
-def test_a_training_that_could_save_nothing_says_so_at_its_end(tmp_path: Path) -> None:
-    """With every save refused by the disk the recording says as it closes that nothing was saved."""
-    for step in (2, 4, 6, 8):
-        (tmp_path / f"checkpoint-{step}").write_text("in the way")  # a folder cannot be made here
-    guarded(tmp_path).train()
+TRAINER_WITHOUT_ROOM = """
+import sys
+from pathlib import Path
+from tests.integrations.hugging_face import make_gpt2, make_trainer, samples
+from holdfast.integrations.transformers import HoldfastTrainer
+
+folder = Path(sys.argv[1])
+for step in sys.argv[2:]:
+    (folder / f"checkpoint-{step}").write_text("in the way")  # a folder cannot be made here
+trainer = make_trainer(HoldfastTrainer, folder, make_gpt2(), samples(20), save_strategy="steps", save_steps=2)
+trainer.train()
+print("after training")
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "status", "newest"),
+    [((2, 4, 6), 74, None), ((4, 6), 74, 2), ((2, 4), 0, "saved")],
+    ids=["all", "the last ones", "not the last one"],
+)
+def test_a_training_that_could_not_save_at_its_end_says_so(
+    refused: tuple[int, ...], status: int, newest: Any, tmp_path: Path
+) -> None:
+    """With the last saves refused by the disk, the recording and the exit code say which step is in a checkpoint."""
+    program = ["-c", TRAINER_WITHOUT_ROOM, tmp_path, *refused]
+
+    ended = run_prepared(program, timeout=200, loaded=FRAMEWORKS, cwd=Path(__file__).parents[2])
+
+    assert ended.returncode == status, ended.stderr
+    assert "after training" in ended.stdout
     found = read_events(tmp_path / "holdfast" / "recorder" / "rank0")
-    (said,) = [event.data for event in found if event.kind == "not_saved"]
-    assert (said["newest_checkpoint"], found[-1].kind) == (None, "closed")
+    said = [event.data["newest_checkpoint"] for event in found if event.kind == "not_saved"]
+    assert (said, found[-1].kind) == ([] if newest == "saved" else [newest], "closed")

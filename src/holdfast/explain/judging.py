@@ -127,6 +127,8 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
         signature = WELL if end.cause == WELL.id else all_signatures()[end.cause]
         return _Chosen(signature=signature, confidence=end.confidence)
     known = all_signatures()
+    if end.cause == endings.NOT_SAVED:  # a Guard says so itself, whatever the log says of the disk
+        return _Chosen(signature=known[end.cause], confidence=end.confidence)
     if end.status is None and end.cause is not None and not _ends_badly(roots, cascades):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     # The table of a launcher only says that a rank has failed: whatever a rank has said goes before it.

@@ -27,6 +27,17 @@ def not_saved(facts: Facts) -> str | None:
     return f"{kept}: saves failed, {failed} in all, and it stands at step {newest.global_step}"
 
 
+def why_not_saved(facts: Facts) -> str:
+    """Return what the newest save met, in a few words, or an empty text; only if `not_saved` returns a text."""
+    newest = next((event for event in reversed(facts.events) if event.kind == "not_saved"), None)
+    error = None if newest is None else newest.data.get("error")
+    if not isinstance(error, str):  # a recording of an older version
+        return ""
+    if any(words in error for words in ("No space left on device", "Disk quota exceeded")):
+        return "the disk is full"
+    return error.partition(": ")[2] or error
+
+
 def leak_place(event: Event) -> str:
     """Return where leaked memory is kept; an empty text if that is not known."""
     place = event.data.get("retained_at")
@@ -93,8 +104,6 @@ def of_good_end(facts: Facts) -> Iterator[str]:
     """Yield the sentences about a run that ended with status 0."""
     if unobserved(facts):
         yield "No process of it could be observed (a static program, `python -I`), so nothing says how it went."
-    if (lost := not_saved(facts)) is not None:
-        yield f"But {lost}."
     leak = newest_leak(facts)
     trend = next((event for event in reversed(facts.events) if event.kind == "memory_trend"), None)
     if leak is not None:

@@ -6,6 +6,7 @@ plain status. Does not: read texts (see ``weighing``).
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 from holdfast.core.events.event import Event
 from holdfast.core.text import size
 from holdfast.explain.evidence import Ending, Facts
-from holdfast.explain.remarks import hang_left_alone, kills_counted, last_words, leak_place
+from holdfast.explain.remarks import hang_left_alone, kills_counted, last_words, leak_place, not_saved
 from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.verdict import Exhibit
 from holdfast.recorder.run_files import LOST_FILE
@@ -223,7 +224,9 @@ def _with_zero(facts: Facts) -> End:
 
 
 def _unless_lost(end: End, facts: Facts) -> End:
-    """Return the end, which is no good one if the training was lost before it."""
+    """Return the end, which is no good one if the training was lost before it, or its result was not saved."""
+    if end.cause == endings.ENDED_WELL and not_saved(facts) is not None:
+        return replace(end, cause=endings.NOT_SAVED)
     if end.cause != endings.ENDED_WELL or facts.lost is None or not facts.lost.exploded:
         return end
     confidence = min(end.confidence, 0.8 if facts.lost.log else 0.95)
@@ -246,6 +249,8 @@ def _ended_by(status: int, command: Ending | None, rank: int | None) -> str:
 
 def _of_status(status: int, kills: int | None, facts: Facts, ended: str) -> tuple[str, float, str]:
     """Return id, confidence and words for a status that is not 0."""
+    if status == os.EX_IOERR and not_saved(facts) is not None:
+        return endings.NOT_SAVED, 0.97, f"it came to its end with status {status}, since its Guard could not save"
     asked = facts.extra.get("asked_by")
     if isinstance(asked, int):
         cause = next((cause for each, cause in _BY_SIGNAL.items() if each == asked), endings.TERMINATED)

@@ -80,8 +80,9 @@ def _title(made: Judgement) -> str:
     signature, facts = made.signature, made.facts
     if signature.id == endings.TRAINING_LOST and facts.lost is not None:
         return f"{'ended with status 0' if made.end.well else 'came to its end'}, but {facts.lost.sentence()}"
-    if signature.id == endings.ENDED_WELL and (unsaved := remarks.not_saved(facts)) is not None:
-        return f"came to its end, but {unsaved.partition(':')[0]}"
+    if signature.id == endings.NOT_SAVED and (unsaved := remarks.not_saved(facts)) is not None:
+        why = remarks.why_not_saved(facts)
+        return _cut(f"{signature.title}: {unsaved.partition(':')[0]}{why and f' ({why})'}", _MOST_QUOTED)
     faults = remarks.training_faults(facts)
     if signature.id == endings.ENDED_WELL and faults:
         rule = all_rules().get(faults[0].data["rule"])
@@ -117,6 +118,8 @@ def _summary(made: Judgement, place: str) -> str:
         parts.append(_sentence(left) if left else means)
     if signature.id == endings.ENDED_WELL:
         parts += remarks.of_good_end(made.facts)
+    if signature.id == endings.NOT_SAVED and (lost := remarks.not_saved(made.facts)) is not None:
+        parts.append(_sentence(lost))
     parts += remarks.of_interference(made.facts)
     leak = _leak(made)
     if leak is not None and remarks.leak_place(leak):

@@ -201,9 +201,11 @@ class Guard:
     def batches(self, *, max_epochs: int | None = None, max_steps: int | None = None) -> Iterator[Any]:
         """Yield batches from where the run stands, until a limit is reached or a stop was requested.
 
-        A checkpoint is written when one is due and at the end; then the run directory is released. Leaving the
-        loop with ``break`` writes none: use `request_stop`, or `close` afterwards. A new loop ends an earlier
-        one that was not left, as ``break`` does. A signal of ``Policy.stop_signals`` ends the loop with a
+        A checkpoint is written when one is due and at the end; then the run directory is released. If that last save
+        fails, the loop ends all the same, and the process ends with exit code 74 unless a later save works.
+
+        Leaving the loop with ``break`` writes none: use `request_stop`, or `close` afterwards. A new loop ends an
+        earlier one that was not left, as ``break`` does. A signal of ``Policy.stop_signals`` ends the loop with a
         checkpoint; what comes after the loop is the script's to decide, by `stop_reason`.
 
         Args:

@@ -27,6 +27,7 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.guard import Guard, evaluating
 from holdfast.guard.record import End
 from holdfast.guard.run.steps import Steps
+from holdfast.guard.saving.unsaved import note_saved, note_unsaved
 
 _OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
 
@@ -87,8 +88,9 @@ class HostedGuard(Guard):
     """
 
     _saves_in = ""  # the folder of the framework's checkpoints
-    _host_saved = False
-    _host_failed = 0
+    _host_saved_at: int | None = None  # the step of the framework's newest checkpoint
+    _host_failure: run_events.SaveFailed | None = None  # of its newest save, if that step is in no other checkpoint
+    _host_failed = 0  # saves, in all
 
     def __init__(self, run_dir: str | os.PathLike[str], *, loader: Any = None, **parts: Any) -> None:
         super().__init__(run_dir, loader=loader, **parts)
@@ -97,7 +99,7 @@ class HostedGuard(Guard):
 
     def saves_in(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
         """Note where the framework saves, and whether it goes on from there; a new start after saves is recorded."""
-        self._saves_in, self._host_saved = os.fspath(folder), resumed
+        self._saves_in = os.fspath(folder)
         before = self._directory.saved_in
         if before is not None and not resumed:
             self._record.emit(run_events.BeginsAnew(though_saved_in=before))
@@ -132,13 +134,23 @@ class HostedGuard(Guard):
         """Record an event of the step that the run stands at; saves of the framework are also counted."""
         super().emit(data)
         if isinstance(data, run_events.Saved):
-            self._host_saved = True
+            self._host_saved_at = self.global_step
+            self._host_failure = None
             self._directory.note_saved(self._saves_in)
-        self._host_failed += isinstance(data, run_events.SaveFailed)
+            note_saved(self._directory.path)
+        elif isinstance(data, run_events.SaveFailed):
+            self._host_failed += 1
+            if self._host_saved_at != self.global_step:  # else another file has this step, such as the newest one
+                self._host_failure = data
 
     def _release(self, how: End | None = None) -> None:
-        if self._session.is_open and self._host_failed and not self._host_saved:
-            self._record.emit(run_events.NotSaved(newest_checkpoint=None, failed_saves=self._host_failed))
+        if self._session.is_open and self._host_failure is not None:
+            error = self._host_failure.error
+            lost = run_events.NotSaved(
+                newest_checkpoint=self._host_saved_at, failed_saves=self._host_failed, error=error
+            )
+            self._record.emit(lost)
+            note_unsaved(self._directory.path, error)
         if how is None and self._stop.by_signal:
             how = "stopped"
         super()._release(how)
@@ -164,7 +176,7 @@ class HostedGuard(Guard):
         self._session.go_on_from(state)
         self._engine.loss_scale.load_state_dict(state["loss_scale"])
         self._engine.state_was_replaced()
-        self._record.global_step = state["global_step"]
+        self._record.global_step = self._host_saved_at = state["global_step"]
         self._record.emit(run_events.Resumed(by="the framework"))
 
     def stopped(self) -> None:

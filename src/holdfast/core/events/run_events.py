@@ -229,10 +229,11 @@ class PruneFailed(_Failure):
 
 
 class NotSaved(EventData):
-    """The run ended with steps that are in no checkpoint."""
+    """The run ended with steps that are in no checkpoint; `error` is why the newest save came to nothing."""
 
     newest_checkpoint: int | None
     failed_saves: int
+    error: str | None = None
 
 
 class ChangesNotSaved(_Why):

@@ -31,6 +31,7 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
 from holdfast.guard.record import RunRecord, described
+from holdfast.guard.saving.unsaved import note_saved, note_unsaved, watch
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 
@@ -112,6 +113,8 @@ class Saving:
         self._refused: str | None = None
         self.saved = 0
         self.failed = 0
+        self._newest_failure: str | None = None  # why the newest save came to nothing; None: it did not
+        watch(self)
 
     # --- facts ----------------------------------------------------------------------------------------------
 
@@ -150,10 +153,23 @@ class Saving:
         return refused
 
     def report_loss(self, *, left: bool) -> None:
-        """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint."""
-        if self.failed and (self.saved_as is None or (self.has_unsaved and not left)):
-            newest = None if self.saved_as is None else self.saved_as.global_step
-            self._record.emit(run_events.NotSaved(newest_checkpoint=newest, failed_saves=self.failed))
+        """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint.
+
+        The process then ends with an exit code of its own, see `unsaved`, unless a later save works. Steps since the
+        newest checkpoint of a loop that was left early count only if a save has failed since.
+        """
+        error = self._newest_failure
+        newest = None if self.saved_as is None else self.saved_as.global_step
+        steps_are_lost = self.has_unsaved and (error is not None or not left)
+        if not self.failed or (newest is not None and not steps_are_lost):
+            return
+        self._record.emit(run_events.NotSaved(newest_checkpoint=newest, failed_saves=self.failed, error=error))
+        note_unsaved(self._directory.path, error or "saves have failed")
+
+    def report_loss_at_exit(self) -> None:
+        """Say as the process ends that saves have failed, in a run that nobody has closed."""
+        if self._record.is_open:
+            self.report_loss(left=self._run_state.in_loop)
 
     # --- save -----------------------------------------------------------------------------------------------
 
@@ -257,6 +273,7 @@ class Saving:
     def _failed_at_once(self, error: Exception, started: float) -> None:
         self._tried()
         self.failed += 1
+        self._newest_failure = described(error)
         with contextlib.suppress(Exception):
             self._writers.all(partial(_raised, error))  # the others wait for what was found here
         self._record_failure(self._record.global_step, error, self._clock.monotonic_seconds() - started)
@@ -383,10 +400,13 @@ class Saving:
     def _take_in(self, save: _Save, *, first: bool = False) -> None:
         if save.entry is None:
             self.failed += 1
+            self._newest_failure = save.refused if save.error is None else described(save.error)
             self._refused = save.refused or self._refused
             return
         self.saved += 1
+        self._newest_failure = None
         self._directory.note_saved()
+        note_saved(self._directory.path)
         self._saved_at, self.saved_as = save.position, save.entry
         computed = save.cpu_seconds if self._cuda is None else 0.0
         if first:
