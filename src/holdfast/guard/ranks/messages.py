@@ -36,6 +36,7 @@ _TROUBLE = "trouble"
 _OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _LEFT = "this rank has left the others after an error, or this is a fork of its process"
 _DAY = timedelta(days=1)
+_PIECE_BYTES = 4 * 2**20  # of a value that is set at once
 _DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
 _T = TypeVar("_T")
 _guards = itertools.count()  # the same on all ranks, which make the same guards
@@ -138,7 +139,7 @@ class Messages:
             with contextlib.suppress(RuntimeError):
                 if in_order:
                     number = self._next("")
-                    self._store.set(f"{number}/{self.rank}", _packed(("the end", None)))
+                    self._put(f"{number}/{self.rank}", _packed(("the end", None)))
                     if self.rank == 0:
                         self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
 
@@ -164,25 +165,69 @@ class Messages:
         number = self._next(among)
         calls = None if among else self._count()
         self.was_left &= bool(among)
-        self._store.set(f"{among}{number}/{self.rank}", _packed((topic, value)))
+        self._put(f"{among}{number}/{self.rank}", _packed((topic, value)))
         found = []
         for rank in self._ranks:
             to = [] if among else [rank]
             late = partial(self._say_place, f"waits for the others in {topic!r}", to, number, calls)
             said, what = _unpacked(self._wait_for(f"{among}{number}/{rank}", late))
             if said != topic:
-                raise _out_of_step(f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}")
+                raise out_of_step(f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}")
             found.append(what)
         if number >= 2:  # all have come here, so all have read what came before
-            self._store.delete_key(f"{among}{number - 2}/{self.rank}")
+            self._delete(f"{among}{number - 2}/{self.rank}")
         return found
+
+    def to_first(self, topic: str, value: Any) -> list[Any] | None:
+        """Return to the first rank the values of all, and None to the others, which do not wait.
+
+        All call this at the same place. The values may be large: nobody but the first rank reads them.
+        """
+        self.check_here()
+        number = self._next("")
+        calls = self._count()
+        if self.rank != 0:
+            self._put(f"{number}/{self.rank}", _packed((topic, value)))
+            return None
+        values = [value]
+        for rank in self.others:
+            key = f"{number}/{rank}"
+            late = partial(self._say_place, f"waits for the others in {topic!r}", [rank], number, calls)
+            _, value_of_rank = _unpacked(self._wait_for(key, late))
+            values.append(value_of_rank)
+            self._delete(key)
+        return values
+
+    def _put(self, key: str, data: bytes) -> None:
+        """Set a key, whatever the size of its value: the store closes the connection of a larger one than 8 MiB.
+
+        What is over lies under further keys, which are there before the first one is.
+        """
+        count = max(1, -(-len(data) // _PIECE_BYTES))
+        for piece in range(count - 1, -1, -1):
+            begin = piece * _PIECE_BYTES
+            prefix = struct.pack("<Q", count) if piece == 0 else b""
+            self._store.set(_piece_of(key, piece), prefix + data[begin : begin + _PIECE_BYTES])
+
+    def _get(self, key: str) -> bytes:
+        """Return the value that `_put` has set."""
+        first = bytes(self._store.get(key))
+        (count,) = struct.unpack("<Q", first[:8])
+        return b"".join([first[8:], *(bytes(self._store.get(_piece_of(key, piece))) for piece in range(1, count))])
+
+    def _delete(self, key: str) -> None:
+        if not self._store.check([key]):
+            return
+        (count,) = struct.unpack("<Q", bytes(self._store.get(key))[:8])
+        for piece in range(count):
+            self._store.delete_key(_piece_of(key, piece))
 
     def _wait_for(self, key: str, late: Callable[[], None]) -> bytes:
         try:
             if not self._is_there([key], _LATE_SECONDS):
                 late()
             if self._is_there([key]):
-                return bytes(self._store.get(key))
+                return self._get(key)
         except RuntimeError as error:
             gone = self._gone("the store of the ranks is gone, and so the rank that hosts it")
             raise self._heard or Messages.found or gone from error  # its host may have said why, and left
@@ -312,7 +357,7 @@ class Messages:
         if not (any(ends) if is_beyond else has_begun or is_elsewhere):
             return None
         follows = "waits for it" if is_beyond else "makes another step" if has_begun else "calls another guard"
-        return _out_of_step(f"rank {rank} {what}, and rank {self.rank} {follows}")
+        return out_of_step(f"rank {rank} {what}, and rank {self.rank} {follows}")
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
         if not self.has_left:
@@ -340,19 +385,26 @@ class SharedWriters(Writers):
         return own
 
 
-def _out_of_step(what: str) -> RankError:
+def out_of_step(what: str) -> RankError:
+    """Return H116 for ranks that do not make the same calls with the same batches."""
     return RankError(
         what,
-        limit="all ranks make the same calls of the guard in the same order",
-        fix="call guard.step, validated and close on all ranks, and leave the loop on all: request_stop does so.",
+        limit="all ranks make the same calls of the guard in the same order, with the same batches",
+        fix="call guard.step, validated and close on all ranks, and leave the loop on all: request_stop does so. Where "
+        "one rank skips a batch, let all skip it.",
         rule="H116",
     )
+
+
+def _piece_of(key: str, piece: int) -> str:
+    return f"{key}/{piece}" if piece else key
 
 
 def _packed(value: Any) -> bytes:
     encoder = Encoder("ranks")
     tree = json.dumps(encoder.encode(value)).encode()
-    tensors = {name: tensor.contiguous() for name, tensor in encoder.tensors.items()}
+    # Copies, since safetensors takes no tensors that share memory.
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in encoder.tensors.items()}
     return struct.pack("<Q", len(tree)) + tree + safetensors.torch.save(tensors)
 
 
