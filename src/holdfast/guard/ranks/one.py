@@ -137,7 +137,7 @@ class OneRank:
         return None
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a checkpoint holds of this rank: its random state and, where they differ, position and buffers."""
+        """Return what a checkpoint holds of this rank: its random state and what else may differ between ranks."""
         return training
 
     def keeps_apart(self, name: str) -> bool:

@@ -23,6 +23,7 @@ from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError, Rank
 from holdfast.core.events.run_events import RankIsSlow
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
+from holdfast.guard.ranks.arrival import watch_arrival
 from holdfast.guard.ranks.messages import Messages, SharedWriters, out_of_step
 from holdfast.guard.ranks.one import PLACE, OneRank, Saves
 from holdfast.guard.ranks.own_tensors import Digests, Kinds, chosen, differing
@@ -56,6 +57,7 @@ class Ranks(OneRank):
         self._has_failed = False  # in the last attempt
         self._is_behind = False  # the optimizer has failed half-way, and the others have stepped
         self._messages = Messages(self.rank, self.world_size)
+        watch_arrival(model.group, self._messages)
         self.open, self.close = self._messages.open, self._messages.close
         self.shares, self.ignored = model.shares, model.ignored
         self.writers = Writers() if self.rank == 0 else None
@@ -128,14 +130,15 @@ class Ranks(OneRank):
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
         self._messages.check_here()
+        pending = PendingRow(self._said(**said), loss, items, self._model.device, self._model.group)
+        self._model.row_begun()
+        return pending
+
+    def _said(self, **said: Any) -> Said:
         assert self._stop is not None
         assert self._saves is not None
         said |= {"stop": self._stop.said(), **(self._saves.said(said.get("kind", STEP)) if self.rank == 0 else {})}
-        group, device = self._model.group, self._model.device
-        row = Said(number=self._messages.steps, guard=self._messages.guard, place=self._place(), **said)
-        pending = PendingRow(row, loss, items, device, group)
-        self._model.row_begun()
-        return pending
+        return Said(number=self._messages.steps, guard=self._messages.guard, place=self._place(), **said)
 
     def _place(self) -> Place:
         """Return where this rank is in its data; steps outside of our loop are all made at one place."""
@@ -347,13 +350,33 @@ class Ranks(OneRank):
 
     def end_epoch(self) -> RankIsSlow | None:
         """Return which rank was slow; raise H116 if the loader of one has ended and that of another has not."""
-        self._messages.begin_step()
-        peak = peak_bytes(self._model.device)
-        rows = self._begin_row(0.0, peak, kind=EPOCH_END, failed=self._is_behind).rows()
+        rows = self._rows_of_epoch_end()
         self._hear(rows)
         self._catch_up(rows.which_failed())
         slowest = self._pace.slowest(rows)
         return slowest if self.rank == 0 else None
+
+    def _rows_of_epoch_end(self) -> Rows:
+        """Return the rows of all ranks at the end of an epoch.
+
+        A rank that makes another step instead begins other collectives before its row, where buffers or shards of
+        weights are sent. The rows then go through the store: among these collectives they would be taken for one.
+        """
+        peak = peak_bytes(self._model.device)
+        if not self._model.sends_before_row:
+            self._messages.begin_step()
+            return self._begin_row(0.0, peak, kind=EPOCH_END, failed=self._is_behind).rows()
+        place = self._place()
+        where = f"is at the end of epoch {place.epoch}"
+        if place.passed:
+            first = place.batch - place.passed
+            which = f"batch {first}" if place.passed == 1 else f"batches {first} to {place.batch - 1}"
+            where += f", where it has skipped {which}, without a step"
+        own = self._said(kind=EPOCH_END, failed=self._is_behind).numbers(0.0, peak)
+        rows = Rows(self._messages.exchange("the end of an epoch", own, late=where))
+        self._messages.begin_step()
+        rows.check()
+        return rows
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -382,7 +405,7 @@ class Ranks(OneRank):
         return apart
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a checkpoint holds of this rank: its random state and, where they differ, position and buffers."""
+        """Return what a checkpoint holds of this rank: its random state and what else may differ between ranks."""
         saved = training.get("ranks") or {"reference": None, "each": []}
         self._reference, each = saved["reference"], saved["each"]
         if len(each) == self.world_size:
@@ -518,8 +541,8 @@ class _Saves:
 def _common_position(own: dict[str, Any] | None, first: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return where a rank goes on in the data: at its own place, if that is also the place of the first rank.
 
-    It is another one where a rank has passed a batch alone, which versions before the check in `Rows` let happen. Then
-    all go on from the place of the first one.
+    It is another one where a rank has passed a batch alone, which versions before the check in `Rows` let happen.
+    Then all go on from the place of the first one.
     """
     if own is None or first is None or all(own[name] == first[name] for name in ("epoch", "batches")):
         return own

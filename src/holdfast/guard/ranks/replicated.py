@@ -97,6 +97,11 @@ class Replicated:
         self._noting = []
 
     @property
+    def sends_before_row(self) -> bool:
+        """Return whether an attempt begins with other collectives than that of the row: those of buffers."""
+        return self._broadcasts and len(self._wrapper.modules_buffers) > 0
+
+    @property
     def order(self) -> list[int]:
         """Return the order of gradients that the buckets are laid out by; empty if it is not known or not needed."""
         return self._order if sorted(self._order) == list(range(len(self._trained()))) else []

@@ -25,6 +25,9 @@ class Place(NamedTuple):
     passed: int = 0  # batches that the loop has passed without a step, since the last one with a step
 
 
+_NOWHERE = Place()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
     """The row of one rank, before its loss and items."""
@@ -39,7 +42,12 @@ class Said:
     failed: bool = False  # this rank cannot make this attempt, or has not made its last step whole
     between: float = 0.0  # seconds since its last step, until this one began
     forward: float = 0.0  # and since then
-    place: Place = Place()  # in the data; the same on all ranks
+    place: Place = _NOWHERE  # in the data; the same on all ranks
+
+    def numbers(self, loss: float, items: float) -> list[float]:
+        """Return the row, with the loss and the items of this rank."""
+        flags = self.stop, self.save, self.refused, self.repeats, self.failed, self.between, self.forward, self.guard
+        return [float(number) for number in (self.kind, self.number, items, loss, *flags, *self.place)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +130,8 @@ class Rows:
         if skipped <= 0:
             return text
         if other.passed:
-            return f"{text}: since the last step rank {ahead} has passed {first.passed} batches, rank {behind} {other.passed}"
+            passed = f"rank {ahead} has passed {first.passed} batches, rank {behind} {other.passed}"
+            return f"{text}: since the last step {passed}"
         last = first.batch - 1
         which = f"batch {last}" if skipped == 1 else f"batches {last - skipped + 1} to {last}"
         return f"{text}: rank {ahead} has skipped {which} of epoch {first.epoch}, without a step"
@@ -140,9 +149,7 @@ class PendingRow:
     """A row that is on its way to all ranks, and those that come from them."""
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
-        flags = said.stop, said.save, said.refused, said.repeats, said.failed, said.between, said.forward, said.guard
-        numbers = [said.kind, said.number, 0.0, 0.0, *flags, *said.place]
-        self._row = torch.tensor(numbers, dtype=torch.float64, device=device)
+        self._row = torch.tensor(said.numbers(0.0, 0.0), dtype=torch.float64, device=device)
         self._row[2] = items
         self._row[3] = loss
         self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)

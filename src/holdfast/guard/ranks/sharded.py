@@ -35,6 +35,7 @@ class Sharded:
     """One sharded model."""
 
     why_not_alone = _ALONE
+    sends_before_row = True  # shards of the weights
     ignored: ClassVar[list[str]] = []
     why_not_apart = "a step over several batches of a sharded model"
     # What ranks would have to agree about pass by pass.
