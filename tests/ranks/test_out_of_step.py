@@ -11,6 +11,7 @@ import time
 import pytest
 from tests.ranks.harness import all_returned, run_ranks
 from tests.ranks.test_ranks import batches_of, loss_of, model_and_optimizer, weights
+from torch import distributed
 
 import holdfast
 
@@ -168,3 +169,50 @@ def in_two_loops(rank, run, collected_at):
 def test_a_loop_that_ranks_collect_at_different_times_parts_nobody(tmp_path):
     """The garbage collector runs when it likes."""
     assert all_returned(run_ranks(in_two_loops, 2, tmp_path, (0, 4))) == [16, 16]
+
+
+def calling_alone(rank, run, call, where, collective):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+        if guard.global_step == 3:
+            if rank == where:
+                guard.validated(0.5) if call == "validated" else guard.close()
+            if collective == "barrier":
+                distributed.barrier()
+            else:
+                distributed.all_gather_object([None, None], rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "where", "collective"),
+    [("validated", 0, "barrier"), ("validated", 1, "all_gather_object"), ("close", 0, "barrier")],
+)
+def test_a_call_of_one_rank_while_another_is_in_a_collective_is_an_error(tmp_path, call, where, collective):
+    """`if rank == 0: guard.validated(...)` and a barrier: each would wait for the other until the group's timeout."""
+    for end in run_ranks(calling_alone, 2, tmp_path, call, where, collective):
+        assert end.exit_code == 1, end
+        assert "H116" in end.output, end
+        assert f"rank {where} waits for the others in " in end.output, end
+        assert f"and rank {1 - where} is in {collective}" in end.output, end
+
+
+def meeting_late(rank, run):
+    model, optimizer = model_and_optimizer()
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+        if guard.global_step == 3:
+            time.sleep(9.0 * (rank == 0))  # as an evaluation by one rank; the others are in the barrier meanwhile
+            distributed.barrier()
+            time.sleep(9.0 * (rank == 1))  # what a rank does alone before a call of all is nobody's fault
+            guard.validated(0.5)
+    return guard.global_step
+
+
+@pytest.mark.slow
+def test_ranks_that_meet_late_are_waited_for(tmp_path):
+    """In a collective of the script's own and in the guard's, in the order in which all come to them."""
+    assert all_returned(run_ranks(meeting_late, 2, tmp_path)) == [8, 8]

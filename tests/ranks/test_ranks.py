@@ -357,8 +357,8 @@ def parting(rank, run, how, where):
 @pytest.mark.parametrize(
     ("how", "where", "text"),
     [
-        ("validated", 0, "rank 0 waits for the others in 'validated', and rank 1 makes another step"),
-        ("closed", 1, "rank 1 waits for the others in 'a checkpoint or close', and rank 0 makes another step"),
+        ("validated", 0, "rank 0 waits for the others in guard.validated, and rank 1 makes another step"),
+        ("closed", 1, "rank 1 waits for the others in a checkpoint or close, and rank 0 makes another step"),
         ("left", 1, "rank 1 has left its loop or closed its guard, and rank 0 makes another step"),
         ("left", 0, "rank 0 has left its loop or closed its guard, and rank "),
         ("ends", 1, "rank 1 has ended, and rank 0 waits for it"),

@@ -74,6 +74,8 @@ class Cursor:
         self.epoch = 0
         self.batches = 0
         self.trained = 0  # batches over all epochs
+        # Batches that the loop has passed without a step, since the last one that a step was made with.
+        self.passed = 0
         self._epoch_start: RandomState | None = None
         self._generators: list[Any] = []
         self._loader_state: Any = None
@@ -187,11 +189,15 @@ class Cursor:
             return self._loader.position()
         return self._loader.state_dict()  # type: ignore[attr-defined]
 
-    def advance(self) -> None:
-        """Count the batch that was fetched last as trained. Without effect if it was counted before."""
+    def advance(self, *, used: bool) -> None:
+        """Count the batch that was fetched last as trained. Without effect if it was counted before.
+
+        `used` says whether a step was made with it, and not only the rest of the loop body.
+        """
         if self._fetching:
             self.batches += 1
             self.trained += 1
+            self.passed = 0 if used else self.passed + 1
             self._fetching, self._before_last = False, self._before_fetch
 
     @property
@@ -306,6 +312,7 @@ class Cursor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; the next `begin` starts there."""
         self.epoch, self.batches, self.trained = state["epoch"], state["batches"], state["trained"]
+        self.passed = 0
         self._fetching = self._under_way = False
         self._loader_state = state["loader"] if self._stateful else None
         self._reload = self._loader_state is not None

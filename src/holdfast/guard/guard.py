@@ -396,7 +396,7 @@ class Guard:
             self._validated[name] = BestOf(self._directory.path, name, mode, writes=self._ranks.rank == 0)
         best = self._validated[name]
         with self._ranks.together():
-            self._ranks.agree("validated", lambda: {name: repr(number)})  # NaN is not equal to itself
+            self._ranks.agree("guard.validated", lambda: {name: repr(number)})  # NaN is not equal to itself
         self._session.counters.epochs_validated = self.epoch
         changed = self._session.schedules.validated(number, mode, self.epoch)
         if name == "loss":

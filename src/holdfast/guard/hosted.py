@@ -166,13 +166,14 @@ class HostedGuard(Guard):
 
     def state_of_ranks(self) -> dict[str, Any] | None:
         """Return what a checkpoint holds of each of several ranks; one that is behind gets the others' weights."""
-        return self._ranks.states(self._session.own_state)
+        return self._session.states_of_ranks()
 
     def load_state_dict(self, carried: Mapping[str, Any], of_ranks: Mapping[str, Any] | None = None) -> None:
         """Go on from `state_dict` of an earlier process; model, optimizer and scheduler were restored by the host."""
         state: dict[str, Any] = decode(dict(carried), {})
         if of_ranks is not None:
             state |= self._ranks.own_state({**of_ranks["each"][0], **state, "ranks": of_ranks})
+            self._session.load_own_tensors(state)
         self._session.go_on_from(state)
         self._engine.loss_scale.load_state_dict(state["loss_scale"])
         self._engine.state_was_replaced()

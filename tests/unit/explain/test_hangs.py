@@ -161,6 +161,30 @@ def test_of_ranks_that_all_wait_the_one_behind_or_elsewhere_is_the_odd_one() -> 
     assert judged(rank(0, TRAIN, ALL_REDUCE), rank(1, TRAIN, ALL_REDUCE), other, suspect=10).odd_one_out == 2
 
 
+def test_a_rank_that_waits_in_a_call_of_the_guard_is_told_from_one_that_sleeps() -> None:
+    """The wait is holdfast's own; the ranks that are in a collective meanwhile did not make that call."""
+    ours = PYTHON + "site-packages/holdfast/guard/"
+    validated = (ours + "guard.py", 360, "Guard.validated")
+    wait = (ours + "ranks/messages.py", 250, "Messages._is_there")
+    barrier = [(TORCH + "distributed/c10d_logger.py", 83, "wrapper"), (ALL_REDUCE[0], 5100, "barrier")]
+    polled = (TORCH + "distributed/distributed_c10d.py", 1, "check")
+    alone = rank(0, TRAIN, validated, wait, waits="sleep")
+
+    found = judged(alone, rank(1, LATER, *barrier), suspect=11)
+    assert (found.kind, found.odd_one_out, found.process.pid) == ("collective", 0, 10)
+    assert "Rank 0 waits for the others in guard.validated, and rank 1 is in barrier" in found.sentence
+    assert "H116" in found.sentence
+
+    found = judged(alone, rank(1, TRAIN, DATA, waits="sleep"), suspect=10)
+    assert (found.kind, found.odd_one_out) == ("sleep", 1)
+    busy = process(
+        thread([TRAIN, validated, wait], "running"),
+        second=thread([TRAIN, validated, wait, polled], "running"),
+        share=0.1,
+    )
+    assert judged(busy, rank(1, LATER, *barrier), suspect=1).kind == "collective"
+
+
 def test_a_rank_whose_worker_is_stuck_leads_to_the_worker() -> None:
     """Blame goes from the victim to the odd rank, and from there to its worker."""
     waiting = rank(1, TRAIN, LOADER, phase="data wait")

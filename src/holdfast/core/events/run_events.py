@@ -76,7 +76,7 @@ class GroupsChanged(EventData):
 
 
 class PositionNotKept(EventData):
-    """A resumed run is stepped outside of `Guard.batches`, so that its batches are not those that follow."""
+    """The batches of a resumed run are not those that would have followed, at least on one rank."""
 
     why: str = (
         "the loop is not guard.batches(...), and begins wherever it begins: an epoch that was under way is repeated. "
@@ -86,6 +86,21 @@ class PositionNotKept(EventData):
 
 class ResumeMayDiffer(_Why):
     """A run that resumes may read other batches, or other augmentation, than one that was never interrupted."""
+
+
+class OwnStateNotKept(EventData):
+    """The run resumed on another number of ranks, where the state that each rank had for itself has no place.
+
+    Buffers and ``state=`` of these names have the values of the first rank now, on all ranks.
+    """
+
+    names: tuple[str, ...]
+    ranks_before: int
+    ranks_now: int
+    why: str = (
+        "each rank had values of its own there, and a resume gives them back on the same number of ranks only; all "
+        "ranks go on with those of rank 0"
+    )
 
 
 class BeginsAnew(EventData):

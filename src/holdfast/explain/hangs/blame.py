@@ -16,6 +16,8 @@ from holdfast.explain.hangs.evidence import Examined, clean
 from holdfast.explain.hangs.standing_still import (
     HangKind,
     How,
+    call_of_guard,
+    collective_called,
     has_own_loader,
     how_it_stands,
     is_idle_worker,
@@ -103,6 +105,9 @@ def _odd_one_out(group: Sequence[Examined], first: Examined, gone: Sequence[int]
 
 def _other_collective(group: Sequence[Examined], first: Examined) -> tuple[Examined, int | None]:
     """All wait in a collective: find the one that is behind, or in another one than most."""
+    in_guard = [process for process in group if call_of_guard(process) is not None]
+    if 0 < len(in_guard) <= len(group) / 2:
+        return in_guard[0], in_guard[0].rank
     if _steps_differ(group):
         behind = min(group, key=lambda process: process.step)
         return behind, behind.rank
@@ -156,6 +161,17 @@ def _with_children(how: How, processes: Sequence[Examined], blamed: Examined) ->
     return How("merely slow", 0.6, how.frame, "waits for a process that works", moving=True)
 
 
+def _different_calls(group: Sequence[Examined]) -> str:
+    """Return a sentence if one rank waits in a call of the guard and another in a collective: neither will end."""
+    in_guard = next((process for process in group if call_of_guard(process) is not None), None)
+    in_collective = next((process for process in group if collective_called(process) is not None), None)
+    if in_guard is None or in_collective is None:
+        return ""
+    where = f"rank {in_collective.rank} is in {collective_called(in_collective)}"
+    text = f" Rank {in_guard.rank} waits for the others in {call_of_guard(in_guard)}, and {where}:"
+    return f"{text} all ranks make the same calls of the guard in the same order (H116)."
+
+
 def describe_frame(frame: Frame | None) -> str:
     """Return ``file:line in function``, without control characters."""
     return "" if frame is None else f"{clean(frame.file)}:{frame.line} in {clean(frame.function)}"
@@ -185,6 +201,7 @@ def _sentence(
         text += f" Rank {odd} is the odd one out: the others wait for it."
         if _steps_differ(group):
             text += f" Steps of the ranks: {', '.join(f'{each.rank}: {each.step}' for each in group)}."
+    text += _different_calls(group)
     role = "Loader worker" if in_worker else "Process"
     is_last_named = blamed.pid == first.pid or (odd is not None and blamed.rank == odd and not in_worker)
     subject = f"{role} {blamed.pid}" if gone or not is_last_named else "It"

@@ -32,6 +32,11 @@ _COLLECTIVE = re.compile(
     r"/torch/distributed/(?!elastic|launcher)|/torch/nn/parallel/distributed\.py|/torch/nn/modules/_functions\.py"
     r"|/deepspeed/comm/|/horovod/"
 )
+_GUARD_WAIT = re.compile(r"/holdfast/guard/ranks/(?:messages|tape)\.py$")
+_GUARD_CALL = re.compile(r"/holdfast/guard/(?:guard|hosted)\.py$")
+# The frame of a public call, where it is not called as users call it.
+_GUARD_NAMES = {"__init__": "Guard(...)", "_loop": "guard.batches", "__exit__": "guard.close"}
+_WRAPPERS = re.compile(r"/torch/distributed/c10d_logger\.py$")
 _BACKWARD = re.compile(r"/torch/autograd/(?:graph|__init__)\.py$")
 _CUDA = re.compile(r"/torch/(?:cuda|accelerator|xpu|npu)/")
 _NATIVE_CUDA = re.compile(r"\bcu[A-Z]|cuda|nccl|\bhip[A-Z]")
@@ -122,6 +127,26 @@ def is_in_backward(process: Examined) -> bool:
     return _any(_BACKWARD, _below(process.last.main.frames))
 
 
+def call_of_guard(process: Examined) -> str | None:
+    """Return the public call in which holdfast itself waits for the other ranks, such as ``guard.validated``."""
+    below = _below(process.last.main.frames)
+    if not _any(_GUARD_WAIT, below):
+        return None
+    call = next((frame.function for frame in below if _GUARD_CALL.search(frame.file)), None)
+    if call is None:
+        return "a call of the guard"
+    name = clean(call.rpartition(".")[2])  # py-spy gives the class in front
+    return _GUARD_NAMES.get(name, f"guard.{name}")
+
+
+def collective_called(process: Examined) -> str | None:
+    """Return the function of ``torch.distributed`` that user code waits in, such as ``barrier``, or None."""
+    below = [frame for frame in _below(process.last.main.frames) if not _WRAPPERS.search(frame.file)]
+    if not below or not below[0].file.endswith("/torch/distributed/distributed_c10d.py"):
+        return None
+    return clean(below[0].function.rpartition(".")[2])
+
+
 def has_own_loader(process: Examined) -> bool:
     """Say whether the batch that a process waits for is from holdfast's loader."""
     return any("/holdfast/loader/" in frame.file for frame in process.last.main.frames)
@@ -133,6 +158,9 @@ def how_it_stands(process: Examined, *, group: int) -> How:
         traced = " by a debugger" if process.last.state == "t" else " by a signal"
         frame = user_frame(process.last.main.frames)
         return How("stopped", 0.98, frame, f"was stopped{traced}")
+    call = call_of_guard(process)
+    if call is not None:  # it looks again and again, which is no work
+        return How("collective", 0.9, user_frame(process.last.main.frames), f"waits for the other ranks in {call}")
     thread = thread_to_blame(process)
     if _burns(process, thread):
         return _burning(process, thread, group)

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import safetensors.torch
 from torch._C._distributed_c10d import PrefixStore
@@ -28,14 +28,19 @@ from torch.distributed import DistStoreError, distributed_c10d
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.saver import Writers, on_all
 from holdfast.core.errors import HoldfastError, RankError
+from holdfast.guard.ranks.meeting import meeting_of_all
 
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks; a wait in the store writes a warning when it ends
 _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
 _LATE_SECONDS = 1.0  # whoever has waited for so long asks whether there is anything to wait for
+_ANSWER_SECONDS = 30.0  # of a process whose interpreter may be held up by native code
+_ASK = "ask"
+_MEETING_SECONDS = 5.0  # that a collective may take which all ranks have begun
 _TROUBLE = "trouble"
 _OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _LEFT = "this rank has left the others after an error, or this is a fork of its process"
 _DAY = timedelta(days=1)
+_PIECE_BYTES = 4 * 2**20  # of a value that is set at once
 _DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
 _T = TypeVar("_T")
 _guards = itertools.count()  # the same on all ranks, which make the same guards
@@ -56,12 +61,16 @@ class Messages:
         Messages.calls = self.guard << 40  # after an error that all have caught they may differ
         self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self.guard}"
         self._store = self._connection()
+        # That of the process group: no wait for another rank takes longer.
+        store: Any = distributed_c10d._get_default_store()
+        self.timeout_seconds: float = store.timeout.total_seconds()
         self._numbers: defaultdict[str, int] = defaultdict(int)  # of what is said next, by who talks
         self.steps = 0  # begun, or ends of epochs: where all ranks wait for each other elsewhere than here
         self.was_left = False  # by this rank, in the middle; the others may not know
         self.has_parted = False  # in order, from all others
         self._heard: RankError | None = None
         self.has_left = False
+        self._meets_since: float | None = None  # when it was first seen in a collective of the script's own
         self._excepthook: Any = None  # what was there before ours
         self._waited: set[str] = set()  # keys that threads of this process wait for
         self._threads: list[threading.Thread] = []
@@ -72,7 +81,11 @@ class Messages:
 
     def start(self, run: Callable[[Any], None], name: str) -> None:
         """Run a thread with a connection to the store of its own: a wait holds up whoever shares it."""
-        thread = threading.Thread(target=run, args=(self._connection(),), name=name, daemon=True)
+        self.start_alone(partial(run, self._connection()), name)
+
+    def start_alone(self, run: Callable[[], None], name: str) -> None:
+        """Run a thread that does not talk to the store by itself."""
+        thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -138,7 +151,7 @@ class Messages:
             with contextlib.suppress(RuntimeError):
                 if in_order:
                     number = self._next("")
-                    self._store.set(f"{number}/{self.rank}", _packed(("the end", None)))
+                    self._put(f"{number}/{self.rank}", _packed(("the end", None)))
                     if self.rank == 0:
                         self._is_there([f"{number}/{rank}" for rank in self._ranks], _DRAIN_SECONDS)
 
@@ -158,36 +171,117 @@ class Messages:
         self._numbers[among] += 1
         return self._numbers[among] - 1
 
-    def exchange(self, topic: str, value: Any, among: str = "") -> list[Any]:
-        """Return the values of all ranks; all call this at the same place. `among` names a thread of its own."""
+    def exchange(self, topic: str, value: Any, among: str = "", *, late: str | None = None) -> list[Any]:
+        """Return the values of all ranks; all call this at the same place.
+
+        Args:
+            topic: What it is about, the same on all ranks.
+            value: That of this rank.
+            among: Names a thread of its own.
+            late: What this rank does, in words, for others that do not come; None: it waits for them in the topic.
+        """
         self.check_here()
         number = self._next(among)
         calls = None if among else self._count()
         self.was_left &= bool(among)
-        self._store.set(f"{among}{number}/{self.rank}", _packed((topic, value)))
+        self._put(f"{among}{number}/{self.rank}", _packed((topic, value)))
         found = []
         for rank in self._ranks:
             to = [] if among else [rank]
-            late = partial(self._say_place, f"waits for the others in {topic!r}", to, number, calls)
-            said, what = _unpacked(self._wait_for(f"{among}{number}/{rank}", late))
+            doing = late or f"waits for the others in {topic}"
+            say_late = partial(self._say_place, doing, to, number, calls)
+            key = f"{among}{number}/{rank}"
+            said, what = _unpacked(self._wait_for(rank, key, doing, say_late, in_thread=bool(among)))
             if said != topic:
-                raise _out_of_step(f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}")
+                raise out_of_step(f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}")
             found.append(what)
         if number >= 2:  # all have come here, so all have read what came before
-            self._store.delete_key(f"{among}{number - 2}/{self.rank}")
+            self._delete(f"{among}{number - 2}/{self.rank}")
         return found
 
-    def _wait_for(self, key: str, late: Callable[[], None]) -> bytes:
+    def to_first(self, topic: str, value: Any) -> list[Any] | None:
+        """Return to the first rank the values of all, and None to the others, which do not wait.
+
+        All call this at the same place. The values may be large: nobody but the first rank reads them.
+        """
+        self.check_here()
+        number = self._next("")
+        calls = self._count()
+        if self.rank != 0:
+            self._put(f"{number}/{self.rank}", _packed((topic, value)))
+            return None
+        values = [value]
+        for rank in self.others:
+            key = f"{number}/{rank}"
+            doing = f"waits for the others in {topic}"
+            late = partial(self._say_place, doing, [rank], number, calls)
+            _, value_of_rank = _unpacked(self._wait_for(rank, key, doing, late, in_thread=False))
+            values.append(value_of_rank)
+            self._delete(key)
+        return values
+
+    def _put(self, key: str, data: bytes) -> None:
+        """Set a key, whatever the size of its value: the store closes the connection of a larger one than 8 MiB.
+
+        What is over lies under further keys, which are there before the first one is.
+        """
+        count = max(1, -(-len(data) // _PIECE_BYTES))
+        for piece in range(count - 1, -1, -1):
+            begin = piece * _PIECE_BYTES
+            prefix = struct.pack("<Q", count) if piece == 0 else b""
+            self._store.set(_piece_of(key, piece), prefix + data[begin : begin + _PIECE_BYTES])
+
+    def _get(self, key: str) -> bytes:
+        """Return the value that `_put` has set."""
+        first = bytes(self._store.get(key))
+        (count,) = struct.unpack("<Q", first[:8])
+        return b"".join([first[8:], *(bytes(self._store.get(_piece_of(key, piece))) for piece in range(1, count))])
+
+    def _delete(self, key: str) -> None:
+        if not self._store.check([key]):
+            return
+        (count,) = struct.unpack("<Q", bytes(self._store.get(key))[:8])
+        for piece in range(count):
+            self._store.delete_key(_piece_of(key, piece))
+
+    def _wait_for(self, rank: int, key: str, doing: str, late: Callable[[], None], *, in_thread: bool) -> bytes:
+        """Return what a rank has put under a key; raise H114 if it does not come before the timeout of the group.
+
+        A thread that writes a checkpoint waits for the disks of other ranks: as long as these answer.
+        """
         try:
             if not self._is_there([key], _LATE_SECONDS):
                 late()
-            if self._is_there([key]):
-                return bytes(self._store.get(key))
+            while not self._is_there([key], self.timeout_seconds):
+                if self._heard is not None:
+                    raise self._heard
+                if not (in_thread and self._answers(rank)):
+                    seconds = f"{self.timeout_seconds:g} s, the timeout of the process group"
+                    self.lose(rank, f"has not come in {seconds}, while rank {self.rank} {doing}")
+            return self._get(key)
+        except RankError:
+            raise
         except RuntimeError as error:
             gone = self._gone("the store of the ranks is gone, and so the rank that hosts it")
             raise self._heard or Messages.found or gone from error  # its host may have said why, and left
-        assert self._heard is not None
-        raise self._heard
+
+    def _answers(self, rank: int) -> bool:
+        """Return whether the process of another rank is alive: its thread that listens answers."""
+        before = self._store.add(f"answers/{rank}", 0)
+        self._wake(rank, _ASK)
+        until = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < until:
+            if self._store.add(f"answers/{rank}", 0) > before:
+                return True
+            time.sleep(_LONGEST)
+        return False
+
+    def lose(self, rank: int, how: str) -> None:
+        """Take it that another rank is gone, and tell the others; whoever waits for any of them raises that."""
+        error = self._gone(f"rank {rank} {how}")
+        self._heard = Messages.found = self._heard or error
+        with contextlib.suppress(RuntimeError):
+            self._post(error)
 
     def _is_there(self, keys: list[str], seconds: float = math.inf, *, heeds_trouble: bool = True) -> bool:
         """Wait for keys of the store; return whether they came before the end of the time, or of another rank."""
@@ -200,7 +294,9 @@ class Messages:
         return True
 
     def check_here(self) -> None:
-        """Raise H114 if this rank has left the others."""
+        """Raise H114 if this rank has left the others, or one of them is gone."""
+        if self._heard is not None:
+            raise self._heard
         if self.has_left:
             raise self._gone(_LEFT)
 
@@ -216,9 +312,11 @@ class Messages:
         self._heard = self._heard or self._gone(_LEFT)  # ends what waits for the others in a thread
 
     def _read(self, store: Any) -> RankError | None:
-        rank, text = json.loads(store.get(_TROUBLE))
+        rank, text, out_of_step_by = json.loads(store.get(_TROUBLE))
         if rank == self.rank:
             return None
+        if out_of_step_by is not None:  # as much the error of this rank as of the one that has noticed it
+            return out_of_step(out_of_step_by)
         return RankError(
             f"rank {rank} has failed with {text}",
             limit="the others cannot go on without it; their weights are those of the last committed step",
@@ -245,7 +343,9 @@ class Messages:
         )
 
     def _post(self, error: BaseException) -> None:
-        self._store.compare_set(_TROUBLE, "", json.dumps([self.rank, f"{type(error).__name__}: {error}"]))
+        out_of_step_by = error.what if isinstance(error, RankError) and error.rule == "H116" else None
+        trouble = [self.rank, f"{type(error).__name__}: {error}", out_of_step_by]
+        self._store.compare_set(_TROUBLE, "", json.dumps(trouble))
         for rank in self._ranks:
             self._wake(rank, "")
 
@@ -260,10 +360,18 @@ class Messages:
 
         With the number of calls before it begins nothing at all, under whatever guard.
         """
-        said = [self.rank, self._numbers[""] if number is None else number, self.steps, calls, what, ends]
+        place = _Place(
+            rank=self.rank,
+            number=self._numbers[""] if number is None else number,
+            steps=self.steps,
+            calls=calls,
+            what=what,
+            ends=ends,
+            waits=number is not None,
+        )
         with contextlib.suppress(RuntimeError):
             for rank in to if to is not None else self.others if self.rank == 0 else [0]:
-                self._wake(rank, json.dumps(said))
+                self._wake(rank, json.dumps(place))
 
     def _watch(self, store: Any) -> None:
         """End this process if another rank has failed, or will not come, and nothing else wakes it from its wait."""
@@ -275,49 +383,87 @@ class Messages:
             return
         if error is None:
             return
+        # A collective of the script's own may fail first, as the others end, with torch's text about a connection.
+        is_said = meeting_of_all() is not None
+        if is_said:
+            _print(error)
         until = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < until:
             if self.has_left:
                 return
             time.sleep(0.05)
-        os.write(2, f"holdfast: {error}\n".encode())
+        if not is_said:
+            _print(error)
         os._exit(1)
 
     def _listen(self, store: Any) -> RankError | None:
         """Wait for the trouble of another rank, or for a rank that has told its place and cannot be met there."""
-        places: list[tuple[float, Any]] = []
+        places: list[tuple[float, _Place]] = []
         for count in itertools.count():
             while places and not self._is_ending and not store.check([f"wake{count}/{self.rank}"]):
                 # A moment later: of an error in a loop the place is said first.
                 due = [place for heard, place in places if time.monotonic() > heard + _LATE_SECONDS]
-                error = next(filter(None, (self._missed(*place) for place in due)), None)
+                error = next(
+                    filter(None, (self._missed(place) or self._meets_elsewhere(place) for place in due)), None
+                )
                 if error is not None:
                     self._post(error)
                     return error
-                places = [(heard, at) for heard, at in places if at[-1] or self._numbers[""] <= at[1]]
+                places = [
+                    (heard, place) for heard, place in places if place.ends or self._numbers[""] <= place.number
+                ]
                 time.sleep(_LONGEST)
             text = self.called(store, f"wake{count}")
+            if text == _ASK:
+                store.add(f"answers/{self.rank}", 1)
+                continue
             if not text:
                 return None if text is None else self._read(store)
-            places.append((time.monotonic(), json.loads(text)))
+            places.append((time.monotonic(), _Place(*json.loads(text))))
         return None
 
-    def _missed(
-        self, rank: int, number: int, steps: int, calls: int | None, what: str, *ends: bool
-    ) -> RankError | None:
+    def _missed(self, place: _Place) -> RankError | None:
         """Return the error if another rank is at a place that this one has passed, or has ended before."""
-        has_begun = self.steps > steps  # read before the number, which comes later for a rank that was there
-        is_elsewhere = calls is not None and Messages.calls > calls  # as above
-        is_beyond = self._numbers[""] > number
-        if not (any(ends) if is_beyond else has_begun or is_elsewhere):
+        has_begun = self.steps > place.steps  # read before the number, which comes later for a rank that was there
+        is_elsewhere = place.calls is not None and Messages.calls > place.calls  # as above
+        is_beyond = self._numbers[""] > place.number
+        if not (place.ends if is_beyond else has_begun or is_elsewhere):
             return None
         follows = "waits for it" if is_beyond else "makes another step" if has_begun else "calls another guard"
-        return _out_of_step(f"rank {rank} {what}, and rank {self.rank} {follows}")
+        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} {follows}")
+
+    def _meets_elsewhere(self, place: _Place) -> RankError | None:
+        """Return the error if another rank waits for this one, which waits for that one in a collective meanwhile."""
+        meeting = meeting_of_all() if place.waits and self._numbers[""] <= place.number else None
+        if meeting is None:
+            self._meets_since = None
+            return None
+        if self._meets_since is None:
+            self._meets_since = time.monotonic()
+        if time.monotonic() < self._meets_since + _MEETING_SECONDS:
+            return None
+        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} is in {meeting}")
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
+        behind = None
         if not self.has_left:
-            self.publish(error)
+            behind = self.lost(error)
+            self.publish(behind or error)
         (self._excepthook or sys.__excepthook__)(kind, error, traceback)
+        if behind is not None:
+            _print(behind)
+
+
+class _Place(NamedTuple):
+    """Where a rank is that others have not come to, as it tells them."""
+
+    rank: int
+    number: int  # of what it says next: a rank that is beyond has been there
+    steps: int  # that it has begun
+    calls: int | None  # that it has made, under whatever guard; None: it may make others before
+    what: str  # it does there, in words
+    ends: bool  # whether its process ends
+    waits: bool  # for the ranks that it tells so
 
 
 class SharedWriters(Writers):
@@ -340,19 +486,30 @@ class SharedWriters(Writers):
         return own
 
 
-def _out_of_step(what: str) -> RankError:
+def _print(error: RankError) -> None:
+    os.write(2, f"holdfast: {error}\n".encode())
+
+
+def out_of_step(what: str) -> RankError:
+    """Return H116 for ranks that do not make the same calls with the same batches."""
     return RankError(
         what,
-        limit="all ranks make the same calls of the guard in the same order",
-        fix="call guard.step, validated and close on all ranks, and leave the loop on all: request_stop does so.",
+        limit="all ranks make the same calls of the guard in the same order, with the same batches",
+        fix="call guard.step, validated and close on all ranks, and leave the loop on all: request_stop does so. "
+        "Where one rank skips a batch, let all skip it.",
         rule="H116",
     )
+
+
+def _piece_of(key: str, piece: int) -> str:
+    return f"{key}/{piece}" if piece else key
 
 
 def _packed(value: Any) -> bytes:
     encoder = Encoder("ranks")
     tree = json.dumps(encoder.encode(value)).encode()
-    tensors = {name: tensor.contiguous() for name, tensor in encoder.tensors.items()}
+    # Copies, since safetensors takes no tensors that share memory.
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in encoder.tensors.items()}
     return struct.pack("<Q", len(tree)) + tree + safetensors.torch.save(tensors)
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from holdfast.core.events.run_events import RankIsSlow
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.parts import Parts
+from holdfast.guard.ranks.own_tensors import Kinds
 from holdfast.guard.ranks.row import Rows
 from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
@@ -24,6 +25,7 @@ from holdfast.guard.stop import StopRequest
 from holdfast.memory.ladder import Plan
 from holdfast.numerics.loss import Terms
 
+PLACE = "epoch and batch"  # the name of the fact, see `OneRank.agree`
 _T = TypeVar("_T")
 _NOTHING = contextlib.nullcontext()
 
@@ -64,6 +66,8 @@ class OneRank:
     """Returns what this rank saves of the state of all components."""
     shares: Callable[[Parts], Callable[[str, str, torch.Size], Share | None]] | None = None
     """Returns what says which rows of a saved tensor are for this rank, of component, name and shape."""
+    ignored: Sequence[str] = ()
+    """Names of weights and buffers that the wrapper of the model sends to no other rank."""
     open: Callable[[], None] = staticmethod(lambda: None)
     """From now on, tells the others of an error that ends this process."""
     close: Callable[..., None] = staticmethod(lambda **_: None)
@@ -120,13 +124,28 @@ class OneRank:
 
     # --- saving ---------------------------------------------------------------------------------------------
 
-    def states(self, own: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Return what a checkpoint holds of each rank, besides what is the same on all; None if there is one."""
+    def states(
+        self, own: Callable[[], Mapping[str, Any]], trees: Callable[[], Kinds], constant: Callable[[], Iterable[str]]
+    ) -> dict[str, Any] | None:
+        """Return what a checkpoint holds of each rank, besides what is the same on all; None if there is one.
+
+        Args:
+            own: Returns what is kept of each rank in any case.
+            trees: Returns what is kept where it differs between ranks; only the first rank gets that of the others.
+            constant: Returns the names of the buffers among these that no step has changed.
+        """
         return None
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a checkpoint holds of this rank: its random state and, where that differs, its position."""
+        """Return what a checkpoint holds of this rank: its random state and what else may differ between ranks."""
         return training
+
+    def keeps_apart(self, name: str) -> bool:
+        """Return whether a buffer, or a frozen weight, of this name may have a value of its own on each rank.
+
+        The name is that in the model, with the name of the model in front.
+        """
+        return False
 
     def chosen(
         self, choose: Callable[[], _T | None], name: Callable[[_T], str], find: Callable[[str], _T]
@@ -137,7 +156,7 @@ class OneRank:
     # --- opening and leaving --------------------------------------------------------------------------------
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise H115 on all ranks if a fact differs between them."""
+        """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in the data."""
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which an error on one rank ends all of them."""

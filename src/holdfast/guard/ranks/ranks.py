@@ -24,11 +24,13 @@ from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError, Rank
 from holdfast.core.events.run_events import RankIsSlow
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
-from holdfast.guard.ranks.messages import Messages, SharedWriters
-from holdfast.guard.ranks.one import OneRank, Saves
+from holdfast.guard.ranks.arrival import watch_arrival
+from holdfast.guard.ranks.messages import Messages, SharedWriters, out_of_step
+from holdfast.guard.ranks.one import PLACE, OneRank, Saves
+from holdfast.guard.ranks.own_tensors import Digests, Kinds, chosen, differing
 from holdfast.guard.ranks.pace import Pace, peak_bytes
 from holdfast.guard.ranks.replicated import Replicated
-from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Rows, Said
+from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Place, Rows, Said
 from holdfast.guard.ranks.sharded import Sharded
 from holdfast.guard.ranks.shared_state import healthy, take_state, without_help
 from holdfast.guard.result import Attempt, Passed, Provenance
@@ -56,8 +58,9 @@ class Ranks(OneRank):
         self._has_failed = False  # in the last attempt
         self._is_behind = False  # the optimizer has failed half-way, and the others have stepped
         self._messages = Messages(self.rank, self.world_size)
+        watch_arrival(model.group, self._messages)
         self.open, self.close = self._messages.open, self._messages.close
-        self.shares = model.shares
+        self.shares, self.ignored = model.shares, model.ignored
         self.writers = Writers() if self.rank == 0 else None
         if isinstance(model, Sharded):
             model.record(self._messages)
@@ -65,6 +68,7 @@ class Ranks(OneRank):
             self.share = partial(model.share, is_first=self.rank == 0)
             self.writers = SharedWriters(self.rank, self._messages)
         self._pace = Pace(self.world_size)
+        self._digests = Digests()
         self._pending: PendingRow | None = None
         self._rows: Rows | None = None  # of the last step
         self._reference: float | None = None  # items of a rank that a loss is measured by; the same on all
@@ -127,14 +131,20 @@ class Ranks(OneRank):
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
         self._messages.check_here()
+        pending = PendingRow(self._said(**said), loss, items, self._model.device, self._model.group)
+        self._model.row_begun()
+        return pending
+
+    def _said(self, **said: Any) -> Said:
         assert self._stop is not None
         assert self._saves is not None
         said |= {"stop": self._stop.said(), **(self._saves.said(said.get("kind", STEP)) if self.rank == 0 else {})}
-        group, device = self._model.group, self._model.device
-        row = Said(number=self._messages.steps, guard=self._messages.guard, **said)
-        pending = PendingRow(row, loss, items, device, group)
-        self._model.row_begun()
-        return pending
+        return Said(number=self._messages.steps, guard=self._messages.guard, place=self._place(), **said)
+
+    def _place(self) -> Place:
+        """Return where this rank is in its data; steps outside of our loop are all made at one place."""
+        cursor = self._cursor
+        return Place() if cursor is None else Place(cursor.epoch, cursor.batches, cursor.passed)
 
     def _reference_for(self, items: Any) -> float:
         """Return what the items of each rank are measured by: those of the last step, or now equal ones.
@@ -341,32 +351,68 @@ class Ranks(OneRank):
 
     def end_epoch(self) -> RankIsSlow | None:
         """Return which rank was slow; raise H116 if the loader of one has ended and that of another has not."""
-        self._messages.begin_step()
-        peak = peak_bytes(self._model.device)
-        rows = self._begin_row(0.0, peak, kind=EPOCH_END, failed=self._is_behind).rows()
+        rows = self._rows_of_epoch_end()
         self._hear(rows)
         self._catch_up(rows.which_failed())
         slowest = self._pace.slowest(rows)
         return slowest if self.rank == 0 else None
 
+    def _rows_of_epoch_end(self) -> Rows:
+        """Return the rows of all ranks at the end of an epoch.
+
+        A rank that makes another step instead begins other collectives before its row, where buffers or shards of
+        weights are sent. The rows then go through the store: among these collectives they would be taken for one.
+        """
+        peak = peak_bytes(self._model.device)
+        if not self._model.sends_before_row:
+            self._messages.begin_step()
+            return self._begin_row(0.0, peak, kind=EPOCH_END, failed=self._is_behind).rows()
+        place = self._place()
+        where = f"is at the end of epoch {place.epoch}"
+        if place.passed:
+            first = place.batch - place.passed
+            which = f"batch {first}" if place.passed == 1 else f"batches {first} to {place.batch - 1}"
+            where += f", where it has skipped {which}, without a step"
+        own = self._said(kind=EPOCH_END, failed=self._is_behind).numbers(0.0, peak)
+        rows = Rows(self._messages.exchange("the end of an epoch", own, late=where))
+        self._messages.begin_step()
+        rows.check()
+        return rows
+
     # --- saving ---------------------------------------------------------------------------------------------
 
-    def states(self, own: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Return what a checkpoint holds of each rank, besides what is the same on all."""
+    def states(
+        self, own: Callable[[], Mapping[str, Any]], trees: Callable[[], Kinds], constant: Callable[[], Iterable[str]]
+    ) -> dict[str, Any] | None:
+        """Return what a checkpoint holds of each rank, besides what is the same on all; see `OneRank.states`."""
         if self._messages.has_left:
             return None
-        each = self._messages.exchange("a checkpoint or close", {**own(), "behind": self._is_behind})
+        own_trees = trees()
+        digests = self._digests.of(own_trees, constant())
+        each = self._messages.exchange(
+            "a checkpoint or close", {**own(), "behind": self._is_behind, "digests": digests}
+        )
         self._catch_up([state.pop("behind") for state in each])
+        names = differing([state.pop("digests") for state in each])
+        if any(names.values()):
+            kept = self._messages.to_first("what differs between ranks", chosen(own_trees, names))
+            for state, of_rank in zip(each, kept or [], strict=False):
+                state.update(of_rank)
         return {"reference": self._reference, "each": each, "order": self._model.order}
 
+    def keeps_apart(self, name: str) -> bool:
+        """Return whether a buffer, or a frozen weight, of this name may have a value of its own on each rank."""
+        apart: bool = self._model.keeps_apart(name)
+        return apart
+
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a checkpoint holds of this rank: its random state and, where that differs, its position."""
+        """Return what a checkpoint holds of this rank: its random state and what else may differ between ranks."""
         saved = training.get("ranks") or {"reference": None, "each": []}
         self._reference, each = saved["reference"], saved["each"]
         if len(each) == self.world_size:
             self._model.lay_out(saved.get("order", []))
             own: Mapping[str, Any] = each[self.rank]
-            return own
+            return {**own, "position": _common_position(own["position"], each[0]["position"])}
         drawn = of_another_rank(RandomState.from_tree(training["random_state"]), self.rank)
         return {"random_state": drawn.to_tree(), "position": training["position"], "ladder": training["ladder"]}
 
@@ -381,17 +427,21 @@ class Ranks(OneRank):
     # --- opening and leaving --------------------------------------------------------------------------------
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise H115 on all ranks if a fact differs between them."""
+        """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in the data."""
         all_facts = self._messages.exchange(topic, facts())
         for name, value in all_facts[0].items():
             other = next((rank for rank, each in enumerate(all_facts) if each.get(name) != value), None)
-            if other is not None:
-                raise PolicyError(
-                    f"{name} of rank {other} is {all_facts[other].get(name)!r:.200} and of rank 0 {value!r:.200}",
-                    limit="all ranks train one model in one run directory, which they share",
-                    fix="give all ranks the same; put the run directory where every rank reads and writes it.",
-                    rule="H115",
-                )
+            if other is None:
+                continue
+            what = f"{name} of rank {other} is {all_facts[other].get(name)!r:.200} and of rank 0 {value!r:.200}"
+            if name == PLACE:
+                raise out_of_step(f"{what}: one of them has passed a batch without a step")
+            raise PolicyError(
+                what,
+                limit="all ranks train one model in one run directory, which they share",
+                fix="give all ranks the same; put the run directory where every rank reads and writes it.",
+                rule="H115",
+            )
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -494,6 +544,17 @@ class _Saves:
         """Return why a save was refused, once and to all, or None."""
         refused, self._refused = self._refused, False
         return str(self._messages.exchange("refusal", self._own.take_refusal())[0]) if refused else None
+
+
+def _common_position(own: dict[str, Any] | None, first: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return where a rank goes on in the data: at its own place, if that is also the place of the first rank.
+
+    It is another one where a rank has passed a batch alone, which versions before the check in `Rows` let happen.
+    Then all go on from the place of the first one.
+    """
+    if own is None or first is None or all(own[name] == first[name] for name in ("epoch", "batches")):
+        return own
+    return {**own, **{name: first[name] for name in ("epoch", "batches", "trained", "loader")}, "before_last": None}
 
 
 def _not_yet(what: str) -> PolicyError:

@@ -20,7 +20,8 @@ def ranks_of(parts: Parts) -> OneRank:
     ]
     if sharded:
         return _of_sharded(parts, sharded)
-    wrappers = [wrapper for wrapper in parts.wrappers.values() if isinstance(wrapper, DistributedDataParallel)]
+    wrapped = {name: each for name, each in parts.wrappers.items() if isinstance(each, DistributedDataParallel)}
+    wrappers = list(wrapped.values())
     if distributed.get_world_size() == 1:
         for wrapper in wrappers:  # its sums are of one gradient, and a forked copy could not even make those
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
@@ -32,7 +33,12 @@ def ranks_of(parts: Parts) -> OneRank:
             raise _refused(f"model {name!r} is wrapped twice, or in part")
     if len(wrappers) != 1 or len(parts.optimizers) != 1:
         raise _refused(f"{len(wrappers)} wrapped models with {len(parts.optimizers)} optimizers")
-    (wrapper,) = wrappers
+    ((name, wrapper),) = wrapped.items()
+    ignored = [
+        key for key, p in wrapper.module.named_parameters() if p.requires_grad and key in wrapper.parameters_to_ignore
+    ]
+    if ignored:
+        raise _refused(f"DistributedDataParallel ignores parameter {ignored[0]!r}, which each rank trains by itself")
     if wrapper.process_group.size() != distributed.get_world_size():
         raise _refused(f"the model is trained by {wrapper.process_group.size()} of the ranks")
     if wrapper.mixed_precision is not None:
@@ -44,7 +50,7 @@ def ranks_of(parts: Parts) -> OneRank:
     from holdfast.guard.ranks.replicated import Replicated
 
     (optimizer,) = parts.optimizers.values()
-    return Ranks(Replicated(wrapper), optimizer, parts.averages.values())
+    return Ranks(Replicated(wrapper, name), optimizer, parts.averages.values())
 
 
 def _of_sharded(parts: Parts, names: list[str]) -> OneRank:

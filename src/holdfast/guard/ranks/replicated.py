@@ -32,8 +32,10 @@ class Replicated:
     norms = shares = None
     unobserved: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, name: str) -> None:
         self._wrapper: Any = wrapper  # much of it has no types
+        self._name = name
+        self.ignored = [f"{name}.{key}" for key in sorted(wrapper.parameters_to_ignore)]
         self.group: Any = wrapper.process_group
         self.device: torch.device = next(wrapper.parameters()).device
         self._broadcasts: bool = wrapper.broadcast_buffers
@@ -69,6 +71,17 @@ class Replicated:
             wrapper._sync_buffers()
         wrapper.broadcast_buffers = False
 
+    def keeps_apart(self, name: str) -> bool:
+        """Return whether nobody sends the buffer, or the frozen weight, of this name from the first rank to all.
+
+        A communication hook of the user's own may leave any value in the buffers.
+        """
+        wrapper = self._wrapper
+        own_name = name.removeprefix(f"{self._name}.")
+        if own_name == name or own_name in wrapper.parameters_to_ignore:
+            return True
+        return not self._broadcasts or hasattr(wrapper, "buffer_hook")
+
     def row_begun(self) -> None:
         """Note that the row is under way."""
         self._after_row = self._count()
@@ -82,6 +95,11 @@ class Replicated:
         for hook in self._noting:
             hook.remove()
         self._noting = []
+
+    @property
+    def sends_before_row(self) -> bool:
+        """Return whether an attempt begins with other collectives than that of the row: those of buffers."""
+        return self._broadcasts and len(self._wrapper.modules_buffers) > 0
 
     @property
     def order(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -12,9 +12,20 @@ from torch import distributed
 from holdfast.core.errors import RankError
 
 STEP, EPOCH_END = 0.0, 1.0
-_WIDTH = 12
+_WIDTH = 15
 # The newer name where there is one: torch warns of the other.
 _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
+class Place(NamedTuple):
+    """Where a rank is in its data."""
+
+    epoch: int = 0
+    batch: int = 0  # of this epoch, the one that a step is made with
+    passed: int = 0  # batches that the loop has passed without a step, since the last one with a step
+
+
+_NOWHERE = Place()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +42,12 @@ class Said:
     failed: bool = False  # this rank cannot make this attempt, or has not made its last step whole
     between: float = 0.0  # seconds since its last step, until this one began
     forward: float = 0.0  # and since then
+    place: Place = _NOWHERE  # in the data; the same on all ranks
+
+    def numbers(self, loss: float, items: float) -> list[float]:
+        """Return the row, with the loss and the items of this rank."""
+        flags = self.stop, self.save, self.refused, self.repeats, self.failed, self.between, self.forward, self.guard
+        return [float(number) for number in (self.kind, self.number, items, loss, *flags, *self.place)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +86,70 @@ class Rows:
         bad = [rank for rank, row in enumerate(self.each) if not math.isfinite(row[3])]
         return bad or list(range(len(self.each)))
 
+    def places(self) -> list[Place]:
+        """Return where each rank is in its data."""
+        return [Place(*(int(number) for number in row[12:15])) for row in self.each]
+
     def check(self) -> None:
         """Raise H116 unless all ranks are at the same place."""
-        guards = [row[11] for row in self.each]
-        if all(row[:2] == self.each[0][:2] for row in self.each) and len({*guards}) == 1:
+        if all(_must_agree(row) == _must_agree(self.each[0]) for row in self.each):
             return
-        ended = [rank for rank, row in enumerate(self.each) if row[0] == EPOCH_END]
-        others = [rank for rank, row in enumerate(self.each) if row[0] != EPOCH_END]
-        what = f"the ranks are at steps {', '.join(f'{row[1]:.0f}' for row in self.each)}"
-        if ended and others:
-            what = f"the loader of rank {ended[0]} has ended its epoch, and rank {others[0]} makes another step"
+        guards = [row[11] for row in self.each]
+        kinds = [row[0] for row in self.each]
+        numbers = [row[1] for row in self.each]
         if len({*guards}) > 1:
             what = f"the ranks are at guards {', '.join(f'{each:.0f}' for each in guards)}, counted as they were made"
+        elif len({*kinds}) > 1:
+            ended, stepping = kinds.index(EPOCH_END), kinds.index(STEP)
+            what = f"the loader of rank {ended} has ended its epoch, and rank {stepping} makes another step"
+            if self.places()[ended].passed > self.places()[stepping].passed:
+                what += f"; {self._passed_over(ended, stepping)}"
+        elif len({*numbers}) > 1:
+            what = f"the ranks are at steps {', '.join(f'{number:.0f}' for number in numbers)}"
+        else:
+            places = self.places()
+            ahead = max(range(len(places)), key=lambda rank: places[rank][:2])
+            behind = min(range(len(places)), key=lambda rank: places[rank][:2])
+            what = self._passed_over(ahead, behind)
         raise RankError(
             what,
-            limit="all ranks make the same steps, since each of them waits for all gradients",
+            limit="all ranks make the same steps with the same batches, since each of them waits for all gradients",
             fix="let the loaders of all ranks yield equally many batches, as holdfast.DataLoader does by itself, and "
-            "call guard.step on all ranks, of several guards in one order, or on none.",
+            "call guard.step on all ranks, of several guards in one order, or on none; where one rank has to skip a "
+            "batch, let all skip it (all_reduce the decision), or let loss_fn return a loss of zero there.",
             rule="H116",
         )
+
+    def _passed_over(self, ahead: int, behind: int) -> str:
+        """Say which batches a rank has passed without a step while another rank has made one."""
+        places = self.places()
+        first, other = places[ahead], places[behind]
+        text = f"rank {ahead} is at batch {first.batch} of epoch {first.epoch}, and rank {behind} at batch "
+        text += f"{other.batch}" if first.epoch == other.epoch else f"{other.batch} of epoch {other.epoch}"
+        skipped = first.passed - other.passed
+        if skipped <= 0:
+            return text
+        if other.passed:
+            passed = f"rank {ahead} has passed {first.passed} batches, rank {behind} {other.passed}"
+            return f"{text}: since the last step {passed}"
+        last = first.batch - 1
+        which = f"batch {last}" if skipped == 1 else f"batches {last - skipped + 1} to {last}"
+        return f"{text}: rank {ahead} has skipped {which} of epoch {first.epoch}, without a step"
+
+
+def _must_agree(row: list[float]) -> list[float]:
+    """Return what of a row is the same on all ranks: kind, number and guard; of a step also epoch and batch.
+
+    At the end of an epoch a rank may have passed a last batch without a step, such as an empty one: nothing is mixed.
+    """
+    return row[:2] + row[11 : 14 if row[0] == STEP else 12]
 
 
 class PendingRow:
     """A row that is on its way to all ranks, and those that come from them."""
 
     def __init__(self, said: Said, loss: Any, items: Any, device: torch.device, group: Any) -> None:
-        flags = said.stop, said.save, said.refused, said.repeats, said.failed, said.between, said.forward, said.guard
-        self._row = torch.tensor([said.kind, said.number, 0.0, 0.0, *flags], dtype=torch.float64, device=device)
+        self._row = torch.tensor(said.numbers(0.0, 0.0), dtype=torch.float64, device=device)
         self._row[2] = items
         self._row[3] = loss
         self._all = torch.empty(_WIDTH * group.size(), dtype=torch.float64, device=device)

@@ -35,6 +35,8 @@ class Sharded:
     """One sharded model."""
 
     why_not_alone = _ALONE
+    sends_before_row = True  # shards of the weights
+    ignored: ClassVar[list[str]] = []
     why_not_apart = "a step over several batches of a sharded model"
     # What ranks would have to agree about pass by pass.
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"micro_batch_size": ("auto", None)}
@@ -76,6 +78,10 @@ class Sharded:
         for module in self._modules:
             module.reshard()
         self._tape.begin()
+
+    def keeps_apart(self, _: str) -> bool:
+        """Return True: nobody sends buffers from one rank to the others."""
+        return True
 
     def row_begun(self) -> None:
         """Note that the row is under way."""

@@ -47,16 +47,21 @@ class Tape:
         self.end()
         name, at, said = f"tape/{self._number}", len(self._entries), self._messages.said
         self._messages.call(name, str(self._attempt))
-        others = [f"{name}/{rank}" for rank in self._messages.others]
+        others = {rank: f"{name}/{rank}" for rank in self._messages.others}
+        heard_at = time.monotonic()
         while True:
-            found = next(filter(None, (said(f"{other}/{at}") for other in others)), None)
+            found = next(filter(None, (said(f"{other}/{at}") for other in others.values())), None)
             if found is not None:
                 begin(*json.loads(found))
                 at += 1
+                heard_at = time.monotonic()
                 continue
-            ends = [said(f"{other}/end") for other in others]
-            if all(end is not None and int(end) <= at for end in ends):
+            ends = {rank: said(f"{other}/end") for rank, other in others.items()}
+            late = [rank for rank, end in ends.items() if end is None or int(end) > at]
+            if not late:
                 return
+            if time.monotonic() > heard_at + self._messages.timeout_seconds:
+                self._messages.lose(late[0], "has not come to the end of a step, where another rank has failed")
             time.sleep(_LOOK_SECONDS)
 
     def next(self) -> None:

@@ -13,7 +13,7 @@ from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
-from holdfast.guard.ranks.one import Saves
+from holdfast.guard.ranks.one import PLACE, Saves
 from holdfast.guard.record import End
 from holdfast.guard.run.own_steps import OwnStepsRefused
 from holdfast.guard.run.session import Session
@@ -116,7 +116,7 @@ class Loop:
 
     def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
         """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""
-        place = {"epoch": cursor.epoch, "batch": cursor.batches}
+        place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
         iterator = cursor.begin(self._session.random_state)
         self._session.random_state = None
@@ -134,7 +134,7 @@ class Loop:
             if self._state.phase is Phase.REWOUND:
                 self._recovery.go_back_again()  # the rest of the loop body ran on state that was restored already
                 return
-            cursor.advance()
+            cursor.advance(used=self._state.batch_is_used)
             self._state.boundary()
             self._report_unkept_loaders()
             if self._ranks.world_size > 1 or not cursor.seems_to_end:  # which the first rank has said for all
@@ -204,7 +204,7 @@ class Loop:
         """Count the batch that is out as trained, if a step was made with it."""
         if self._state.batch_is_used:
             if self._session.cursor is not None:
-                self._session.cursor.advance()
+                self._session.cursor.advance(used=True)
             self._state.boundary()
 
     def boundary_outside(self) -> None:

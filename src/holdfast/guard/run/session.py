@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.background import wait_for_jobs
+from holdfast.checkpoint.codec import Encoder
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.seal import reading
@@ -58,6 +59,7 @@ from holdfast.recorder.run_files import announce_recording, guarded
 from holdfast.recorder.scalars import Found, outlets
 
 _OPEN = contextlib.nullcontext()  # made once: `log` is called in each step
+_MOST_NAMES = 10  # in one event
 _CHANGED = "the weights, buffers or moments were changed without a step, so they are not those of the training"
 
 
@@ -274,7 +276,7 @@ class Session:
 
     def _hear_ranks(self) -> bool:
         """Learn what a checkpoint holds of each; return whether one of them still writes the last one."""
-        self._of_ranks = found = self.ranks.states(self.own_state)
+        self._of_ranks = found = self.states_of_ranks()
         each_rank = [] if found is None else found["each"]
         busy = [rank.pop("busy") for rank in each_rank]
         forms = {rank.pop("form_of_optimizers") for rank in each_rank}
@@ -299,8 +301,46 @@ class Session:
             "ladder": self.ladder.state_dict(),
             "busy": self.saving.is_busy,
             "form_of_optimizers": zlib.crc32(repr(list(map(form_of_state, self.parts.optimizers.values()))).encode()),
-            "buffers": {} if self.ranks.shares is None else self._engine.buffers.now(),
         }
+
+    def states_of_ranks(self) -> dict[str, Any] | None:
+        """Return what a checkpoint holds of each of several ranks, see `Ranks.states`."""
+        return self.ranks.states(self.own_state, self._own_trees, self._engine.buffers.constant)
+
+    def _own_trees(self) -> dict[str, dict[str, Any]]:
+        """Return by name what may have a value of its own on each rank: buffers, and the state of the caller."""
+        return {"buffers": self._own_tensors(), "states": self._own_states()}
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that no rank is sent by another: buffers, and frozen weights that a wrapper ignores."""
+        keeper, parts = self._engine.buffers, self.parts
+        buffers = keeper.now() | keeper.constant()
+        own = {name: buffer for name, buffer in buffers.items() if self.ranks.keeps_apart(name)}
+        for model_name, model in parts.models.items():
+            frozen = {f"{model_name}.{key}": p for key, p in model.named_parameters() if not p.requires_grad}
+            own |= {name: frozen[name] for name in self.ranks.ignored if name in frozen}
+        # Those of an average follow the batches of its rank, also where the buffers of the model are sent.
+        for model_name, average in parts.averages.items():
+            own |= {f"averaged.{model_name}.{key}": buffer for key, buffer in average.module.named_buffers()}
+        return {name: tensor.detach() for name, tensor in own.items()}
+
+    def _own_states(self) -> dict[str, Any]:
+        """Return the state of the caller's objects; averages, whose weights are the same on all ranks, are none."""
+        averages = {id(average) for average in self.parts.averages.values()}
+        own = {}
+        for name, stateful in self.parts.states.items():
+            if id(stateful) in averages:
+                continue
+            try:
+                tree = stateful.state_dict()
+                Encoder(f"state.{name}").encode(tree)
+            except Exception as error:  # noqa: BLE001 - whatever a part of the caller's raises
+                let_through(error)
+                if self.ranks.rank:  # the first rank meets the same as it saves
+                    self.record.emit(run_events.SaveFailed(error=described(error)))
+            else:
+                own[name] = tree
+        return own
 
     def _random_state(self) -> RandomState:
         if self._drawn_at is not None and self._drawn_at[0] == self._position():
@@ -430,7 +470,30 @@ class Session:
         self.saving.resumed(entry)
         self._compare_settings(training["settings"])
         self.record.emit(run_events.Resumed(checkpoint=entry.path.name, trained_batches=self._position()[1]))
+        self._report_lost_state_of_ranks(training)
         return entry.path
+
+    def _report_lost_state_of_ranks(self, training: Mapping[str, Any]) -> None:
+        """Record what a checkpoint holds of each rank and this resume cannot give back."""
+        of_ranks = (training.get("ranks") or {"each": []})["each"]
+        names = dict.fromkeys(
+            name for of_rank in of_ranks for kind in ("states", "buffers") for name in of_rank.get(kind, {})
+        )
+        if names and len(of_ranks) != self.ranks.world_size:
+            self.record.emit(
+                run_events.OwnStateNotKept(
+                    names=tuple(names)[:_MOST_NAMES], ranks_before=len(of_ranks), ranks_now=self.ranks.world_size
+                )
+            )
+        positions = [of_rank["position"] for of_rank in of_ranks if of_rank["position"] is not None]
+        batches = [position["batches"] for position in positions]
+        if len({*batches}) > 1:
+            self.record.emit(
+                run_events.PositionNotKept(
+                    why=f"the ranks were at batches {', '.join(map(str, batches))} when this checkpoint was written: "
+                    "one of them had passed a batch without a step. All go on from the place of the first rank"
+                )
+            )
 
     def _same_for_all(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self.parts.named_parameters()}
@@ -525,15 +588,23 @@ class Session:
         return self._put_back(trees)
 
     def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
-        load(trees, self.parts)
         training = self._of_this_rank(trees["training"])
-        self._engine.buffers.load(training.get("buffers", {}))
+        load(trees | {f"state.{name}": tree for name, tree in training.get("states", {}).items()}, self.parts)
+        self.load_own_tensors(training)
         self._engine.loss_scale.load_state_dict(training["loss_scale"])
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
         # A checkpoint of an earlier version holds no counts: there all steps are those of the only optimizer.
         self.schedules.load_state_dict(training.get("schedules", {}), otherwise=training["global_step"])
         return training
+
+    def load_own_tensors(self, training: Mapping[str, Any]) -> None:
+        """Put those values into buffers that this rank had for itself."""
+        saved = training.get("buffers", {})
+        self._engine.buffers.load(saved)
+        for name, tensor in self._own_tensors().items() if saved else ():
+            if name in saved:
+                tensor.copy_(saved[name])
 
     def _of_this_rank(self, training: Mapping[str, Any]) -> dict[str, Any]:
         return {**training, **self.ranks.own_state(training)}

@@ -133,11 +133,15 @@ class BufferKeeper:
         """Return the buffers that may change, by name, as they are."""
         return {place.name: buffer for place in self._mutable if (buffer := place.now()) is not None}
 
+    def constant(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that no step has changed so far, by name."""
+        return {place.name: buffer for place in self._constant if (buffer := place.now()) is not None}
+
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Put values into the buffers of these names that may change."""
-        for name, buffer in self.now().items():
+        """Put values into the buffers of these names."""
+        for name, buffer in (self.now() | self.constant()).items():
             if name in saved:
-                buffer.copy_(saved[name])
+                buffer.data.copy_(saved[name])
 
     def mutable_outside_norms(self) -> list[str]:
         """Return the names of the buffers known to change that are no running statistics of a norm layer."""
