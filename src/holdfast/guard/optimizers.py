@@ -155,23 +155,28 @@ def _check_one_pass(name: str, optimizer: Any) -> None:
         )
     if needs_closure(kind):
         raise PolicyError(
-            f"optimizer {name!r} is a {kind.__name__}, whose step() needs a closure",
-            limit="it evaluates the loss within the step, which is then not one transaction",
+            f"optimizer {name!r} is a {kind.__name__}, whose step() needs a closure or another argument",
+            limit="the guard calls step() alone; a closure evaluates the loss within the step, which is then not one "
+            "transaction",
             fix="use an optimizer whose step() needs no closure, for instance AdamW.",
             rule="H107",
         )
 
 
 def needs_closure(kind: type) -> bool:
-    """Return whether ``step`` of an optimizer class needs its closure, by its signature and source."""
+    """Return whether ``step`` of an optimizer class needs its closure or another argument.
+
+    That is told by its signature, and by its source where there is some.
+    """
     step = inspect.unwrap(getattr(kind, "step", None) or _without_closure)
     try:
         parameters = list(inspect.signature(step).parameters.values())[1:]
     except (TypeError, ValueError):
         return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if any(parameter.default is parameter.empty for parameter in positional):
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if any(parameter.default is parameter.empty for parameter in named):
         return True
+    positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
     return bool(positional) and _source_needs(step, positional[0].name)
 
 

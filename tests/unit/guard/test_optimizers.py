@@ -248,6 +248,13 @@ class Calling(torch.optim.SGD):
         return loss
 
 
+class WithLoss(torch.optim.SGD):
+    """It wants to know the loss, as some step-size rules do."""
+
+    def step(self, closure: Any = None, *, loss: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
 class Optional(torch.optim.SGD):
     """It works without a closure, however that is written."""
 
@@ -298,6 +305,7 @@ def refusing(kind: Any, *, around: Callable[[Any], Any] = lambda inner: inner) -
         (refusing(SharpnessAware, around=Nested), "H107"),
         (refusing(Raising), "H107"),
         (refusing(Calling), "H107"),
+        (refusing(WithLoss), "H107"),
         (refusing(OwnBackward), "H107"),
         (refusing(Sharded), "H108"),
         (refusing(Sharded, around=Flat), "H108"),

@@ -291,10 +291,12 @@ class Plateau(Calls):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self.lr_scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=2)
+        self.metrics = 0
 
     def step(self, epoch: int, metric: float | None = None) -> None:
         self.calls.append((epoch, metric))
         if metric is not None:
+            self.metrics += 1
             self.lr_scheduler.step(metric)
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,6 +323,7 @@ def test_a_plateau_of_timm_gets_the_metric_of_its_mode_and_keeps_its_patience_ov
         guard.close()
         rates.append(optimizer.param_groups[0]["lr"])
         assert scheduler.calls[-1] == (epochs, 0.5)
+        assert scheduler.metrics == epochs
     assert rates == [1.0, 1.0, 1.0, 0.5]
 
 
