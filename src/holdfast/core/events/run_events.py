@@ -95,7 +95,7 @@ class StepsLeftBehind(EventData):
     to_step: int
     why: str = (
         "the loop was left without a save, so its last steps are in no checkpoint, and the run goes back to the "
-        "newest one. To keep such steps, end a loop by guard.request_stop(), or call guard.close() before the next Guard(...)"
+        "newest one. To keep such steps, end a loop by guard.request_stop(), or call guard.close() before a new Guard"
     )
 
 
