@@ -43,7 +43,7 @@ def guard_of(accelerator: Any, **parts: Any) -> Any:
 
 def prepared(
     folder: Path, *, accumulate: int = 1, samples: int = 24, batch: int = 4, seedable: bool = False,
-    shuffle: bool = True, precision: str = "no",
+    shuffle: bool = True, precision: str = "no", **options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return an accelerator with a model with dropout, an optimizer, a loader and a schedule, all prepared.
 
@@ -63,7 +63,7 @@ def prepared(
     )  # fmt: skip
     if precision == "fp16":
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=2.0**7)
-    loader = DataLoader(data, batch_size=batch, shuffle=shuffle)
+    loader = DataLoader(data, batch_size=batch, shuffle=shuffle, **options)
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
 
 
@@ -296,3 +296,33 @@ def test_wrappers_of_the_users_own_are_not_taken_for_prepared_objects(tmp_path: 
         guard.step(batch, loss_of(model))
     assert (optimizer.steps, scheduler.steps, scheduler.scheduler.last_epoch) == (6, 6, 6)
     forget_settings()
+
+
+def test_workers_that_live_on_keep_the_order_and_say_what_is_not_kept(tmp_path: Path) -> None:
+    """With ``persistent_workers=True`` a run that is stopped in its second epoch ends as undisturbed, and warns."""
+    workers = {"num_workers": 1, "persistent_workers": True}
+    expected, _ = guarded(tmp_path / "undisturbed", epochs=3, **workers)
+
+    accelerator, model, optimizer, loader, scheduler = prepared(tmp_path / "stopped", **workers)
+    parts = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
+    guard = guard_of(accelerator, **parts, max_grad_norm=0.5, async_save=False)
+    for batch in guard.batches(max_epochs=3):
+        guard.step(batch, loss_of(model))
+        if guard.global_step == 8:
+            guard.request_stop()
+    forget_settings()
+    found, _ = guarded(tmp_path / "stopped", epochs=3, **workers)
+
+    assert torch.equal(expected, found)
+    assert [event.global_step for event in guard.events() if event.kind == "resume_may_differ"] == [0, 8]
+
+
+def test_a_step_of_the_prepared_optimizer_is_refused(tmp_path: Path) -> None:
+    """A loop over ``guard.batches`` that keeps ``optimizer.step()`` of the prepared optimizer is H212."""
+    accelerator, model, optimizer, loader, _ = prepared(tmp_path)
+    guard = guard_of(accelerator, model=model, optimizer=optimizer, loader=loader)
+    with pytest.raises(holdfast.BatchError) as raised:
+        for batch in guard.batches(max_epochs=1):
+            accelerator.backward(loss_of(model)(batch))
+            optimizer.step()
+    assert raised.value.rule == "H212"

@@ -644,3 +644,15 @@ def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_traini
     for strategy in ("holdfast", HoldfastStrategy()):
         with pytest.raises(PolicyError, match="H108"):
             pl.Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False)
+
+
+@unchecked
+@pytest.mark.slow
+def test_workers_that_live_on_are_warned_of_before_training(tmp_path):
+    """With ``persistent_workers=True`` a resume may differ, which is an event before the first step."""
+    loader = torch.utils.data.DataLoader(
+        batches(3), batch_size=None, shuffle=True, num_workers=1, persistent_workers=True
+    )
+    fit(Small(), tmp_path, loader, max_epochs=2, strategy=HoldfastStrategy())
+    recorded = read_events(tmp_path / "holdfast" / "recorder" / "rank0")
+    assert [event.global_step for event in recorded if event.kind == "resume_may_differ"] == [0]

@@ -21,6 +21,7 @@ from tests.integrations.hugging_face import (
 
 from holdfast import NonFiniteError, PolicyError
 from holdfast.guard.splitting import split_safety
+from holdfast.recorder.reader import read_events
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 pytestmark = [
@@ -336,3 +337,14 @@ def test_several_devices_are_refused(tmp_path: Path) -> None:
             trainer.train()
     finally:
         state._shared_state["distributed_type"] = usual
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_live_on_are_warned_of_before_training(tmp_path: Path, persistent: bool) -> None:
+    """With ``dataloader_persistent_workers=True`` a resume may differ, which is an event before the first step."""
+    trained(
+        guarded(), tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=persistent, num_train_epochs=2
+    )
+    events = read_events(tmp_path / "holdfast" / "recorder" / "rank0")
+    steps = [event.global_step for event in events if event.kind == "resume_may_differ"]
+    assert steps == ([0] if persistent else [])

@@ -152,9 +152,13 @@ class Guard:
             self._open()
         try:
             self.resumed_from: Path | None = self._session.resume()
+            self._report_steps_left_behind()
         except BaseException:
             self._release()
             raise
+
+    def _report_steps_left_behind(self) -> None:
+        self._session.report_steps_left_behind()
 
     # --- facts ----------------------------------------------------------------------------------------------
 

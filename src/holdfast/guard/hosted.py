@@ -97,6 +97,9 @@ class HostedGuard(Guard):
         if loader is not None:
             self._cursor = self._session.cursor = ExternalCursor(loader, self._parts.devices())
 
+    def _report_steps_left_behind(self) -> None:
+        """Say nothing: the framework decides where it goes on, and has not told yet."""
+
     def saves_in(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
         """Note where the framework saves, and whether it goes on from there; a new start after saves is recorded."""
         self._saves_in = os.fspath(folder)

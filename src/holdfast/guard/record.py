@@ -42,7 +42,7 @@ _OF_ALL = (
     run_events.SideEffects, run_events.SchedulersWait, run_events.RolledBack, run_events.SavePostponed,
     run_events.RanksNotDivided, run_events.ChangesNotSaved, run_events.NotSaved, run_events.BeginsAnew,
     run_events.SettingsKept, run_events.PositionNotKept, run_events.GroupsChanged, run_events.OwnStateNotKept,
-    run_events.ResumeMayDiffer,
+    run_events.ResumeMayDiffer, run_events.StepsLeftBehind,
 )  # fmt: skip
 _OF_ONE = (
     Split, Recompute, run_events.OutOfMemory, run_events.CheckpointDamaged, run_events.RecomputeImpossible,

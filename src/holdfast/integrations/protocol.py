@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import distributed
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.newest import DAMAGED, newest_good, out_of_reach, paths_in
@@ -33,8 +34,10 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.directory import check_found
 from holdfast.guard.guard import take_scale
 from holdfast.guard.hosted import HostedGuard
+from holdfast.loader.loader import DataLoader
 from holdfast.loader.order.ranks import ranks_now
 from holdfast.loader.random_state import RandomState, capture, of_another_rank, restore
+from holdfast.loader.torch_workers import keeps_workers
 
 if TYPE_CHECKING:
     Framework: TypeAlias = Any  # what a mixin is put before: a class of the framework
@@ -107,6 +110,27 @@ def check_accelerator(accelerator: Any) -> str:
     if found not in _PRECISIONS:
         raise excluded(f"mixed_precision={found!r}", "a guarded step knows fp32, bf16 and fp16", "use one of these.")
     return _PRECISIONS[found] if accelerator.native_amp else "fp32"
+
+
+def warn_of_kept_workers(loaders: Any, emit: Emit | None) -> None:
+    """Say before training that a resume starts workers again that the framework's loader keeps from epoch to epoch.
+
+    Args:
+        loaders: The framework's loader for training, prepared or not, or a dict or list of such.
+        emit: Records the event; None: it is logged.
+    """
+    inner = getattr(loaders, "base_dataloader", loaders)  # of one that Accelerate has prepared
+    if isinstance(inner, Mapping):
+        inner = list(inner.values())
+    for loader in inner if isinstance(inner, (list, tuple)) else [inner]:
+        if isinstance(loader, TorchDataLoader) and not isinstance(loader, DataLoader) and keeps_workers(loader):
+            why = (
+                "not known, because workers that live from epoch to epoch (persistent_workers=True) are started "
+                "again by a resume, which draws other random numbers: order, augmentation and dropout may differ "
+                "from there on. holdfast.DataLoader keeps them"
+            )
+            (emit or log_event)(run_events.ResumeMayDiffer(why=why))
+            return
 
 
 def log_event(data: EventData) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.guard.guarded import kinds_of
+from tests.unit.guard.guarded import kinds_of, square_of
 from torch import nn
 
 import holdfast
@@ -155,3 +156,74 @@ def test_no_thread_is_the_first_to_ask_for_a_square_root(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "sqrt", called.append)
     holdfast.Guard(tmp_path / "run", **make())
     assert [(each.dtype, each.numel()) for each in called] == [(torch.float32, 1), (torch.float64, 1)]
+
+
+def train_cell(run_dir, *, leave=None, how="break", **parts):
+    """Run the cell of a notebook that makes a guard and trains, and is left at a step."""
+    parts = parts or parts_with_a_loader()
+    guard = holdfast.Guard(run_dir, save_interval_steps=4, async_save=False, **parts)
+    for batch in guard.batches(max_steps=12):
+        guard.step(batch, square_of(parts["model"]))
+        if guard.global_step == leave and how == "break":
+            break
+        if guard.global_step == leave:
+            raise KeyboardInterrupt
+    return guard
+
+
+def parts_with_a_loader():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    loader = holdfast.DataLoader(torch.arange(12.0)[:, None], 2, shuffle=True)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.001), "loader": loader}
+
+
+@pytest.mark.parametrize("same_objects", [False, True])
+@pytest.mark.parametrize("how", ["break", "KeyboardInterrupt"])
+def test_a_cell_that_is_run_again_says_which_steps_it_leaves_behind(tmp_path, how, same_objects):
+    """Steps that were in memory only are an event of the next guard in this process, which ends as undisturbed."""
+    undisturbed = parts_with_a_loader()
+    train_cell(tmp_path / "undisturbed", **undisturbed)
+    parts = parts_with_a_loader()
+    if how == "break":
+        train_cell(tmp_path / "run", leave=7, how=how, **parts)
+    else:
+        with pytest.raises(KeyboardInterrupt) as raised:  # the notebook keeps the traceback too
+            train_cell(tmp_path / "run", leave=7, how=how, **parts)
+        assert raised.traceback
+
+    again = parts if same_objects else parts_with_a_loader()
+    guard = train_cell(tmp_path / "run", **again)
+
+    (event,) = [event for event in guard.events() if event.kind == "steps_left_behind"]
+    assert (event.data["from_step"], event.data["to_step"]) == (7, 4)
+    assert torch.equal(again["model"].weight, undisturbed["model"].weight)
+
+
+def test_a_cell_that_is_run_again_after_a_save_has_nothing_to_say(tmp_path):
+    """After the end of the loop, a `close`, or in a directory that was made anew, no step is left behind."""
+    train_cell(tmp_path / "closed", leave=7).close()
+    train_cell(tmp_path / "closed")
+    guard = train_cell(tmp_path / "closed")
+    assert not [event for event in guard.events() if event.kind == "steps_left_behind"]
+
+    train_cell(tmp_path / "removed", leave=7)
+    shutil.rmtree(tmp_path / "removed")
+    guard = train_cell(tmp_path / "removed")
+    assert not [event for event in guard.events() if event.kind == "steps_left_behind"]
+
+
+def test_a_loop_that_is_still_suspended_keeps_its_directory(tmp_path):
+    """While the loop of another guard in this process is neither left nor closed, a new guard is H301."""
+    parts = parts_with_a_loader()
+    guard = holdfast.Guard(tmp_path, **parts)
+    batches = guard.batches(max_steps=12)
+    guard.step(next(batches), square_of(parts["model"]))
+    with pytest.raises(holdfast.RunDirectoryError) as raised:
+        holdfast.Guard(tmp_path, **parts)
+    assert raised.value.rule == "H301"
+
+    guard.close()
+    again = holdfast.Guard(tmp_path, **parts)
+    assert again.global_step == 1
+    assert not [event for event in again.events() if event.kind == "steps_left_behind"]

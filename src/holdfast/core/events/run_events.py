@@ -103,6 +103,17 @@ class OwnStateNotKept(EventData):
     )
 
 
+class StepsLeftBehind(EventData):
+    """A guard goes on from `to_step`, although the one before it in this process had trained up to `from_step`."""
+
+    from_step: int
+    to_step: int
+    why: str = (
+        "the loop was left without a save, so its last steps are in no checkpoint, and the run goes back to the "
+        "newest one. To keep such steps, end a loop by guard.request_stop(), or call guard.close() before a new Guard"
+    )
+
+
 class BeginsAnew(EventData):
     """A framework began at step 0, although there are checkpoints in this directory."""
 

@@ -28,6 +28,7 @@ from holdfast.integrations.protocol import (
     on_all,
     open_guard,
     restore_random_state,
+    warn_of_kept_workers,
 )
 from holdfast.loader.splitting import Split
 from holdfast.recorder.scalars import recorded_too
@@ -101,6 +102,7 @@ class Guarded(Framework):  # type: ignore[misc]
             scheduler=schedulers or None,
             split=self._split,
         )
+        warn_of_kept_workers(trainer.train_dataloader, guard.emit)
         self._steps = TrainerSteps(module, guard, self.optimizers, self._split, super().training_step)
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             self.checkpoint_io.emit = guard.emit

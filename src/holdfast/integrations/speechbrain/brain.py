@@ -30,6 +30,7 @@ from holdfast.integrations.protocol import (
     may_save,
     open_guard,
     restore_random_state,
+    warn_of_kept_workers,
 )
 from holdfast.integrations.speechbrain.checkpoints import NAME, sealed
 from holdfast.loader.loader import DataLoader
@@ -73,6 +74,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_carried: dict[str, Any] | None = None
         self._holdfast_within_epoch: dict[str, Any] | None = None  # carried, for the first batch
         self._holdfast_loader: DataLoader | None = None
+        self._holdfast_warned = False
         self._holdfast_position: dict[str, Any] | None = None  # that the loader goes on from
         self._holdfast_batches: int | None = None  # of an epoch
         self._holdfast_seen: tuple[Any, Any] | None = None  # the last part of a batch, and its outputs
@@ -165,6 +167,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         except TypeError:
             self._holdfast_batches = None
         self._holdfast_loader = train_set if isinstance(train_set, DataLoader) else None
+        if not self._holdfast_warned:
+            self._holdfast_warned = True
+            warn_of_kept_workers(train_set, None if self.holdfast_guard is None else self.holdfast_guard.emit)
         position, self._holdfast_position = self._holdfast_position, None
         if self._holdfast_loader is not None and position is not None:
             self._holdfast_loader.load_state_dict(position)

@@ -17,7 +17,15 @@ from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.splitting.window import Window
-from holdfast.integrations.protocol import Framework, check_accelerator, excluded, load, may_save, open_guard
+from holdfast.integrations.protocol import (
+    Framework,
+    check_accelerator,
+    excluded,
+    load,
+    may_save,
+    open_guard,
+    warn_of_kept_workers,
+)
 from holdfast.integrations.transformers.checkpoints import NAME, carried_in, check_best, resumable, save_sealed
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import Split, batch_size, select
@@ -65,6 +73,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_loss: _TrainerLoss | None = None
         self._holdfast_window: list[Any] = []
         self._holdfast_loader: DataLoader | None = None
+        self._holdfast_iterated: Any = None  # what the Trainer iterates in this epoch
         self._holdfast_indices: list[list[int] | None] = []
         self._holdfast_position: dict[str, Any] | None = None
         self._holdfast_norm = math.nan
@@ -136,6 +145,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_step_before = vars(self.optimizer).get("step")
         self.optimizer.step = _StepMade(self.optimizer)  # the guard steps the optimizer inside this one
         self.holdfast_guard = guard
+        warn_of_kept_workers(self._holdfast_iterated, guard.emit)
         return guard
 
     def _holdfast_close(self, error: type[BaseException] | None) -> None:
@@ -151,6 +161,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _run_epoch(self, *rest: Any, **named: Any) -> Any:
         """Let a `holdfast.DataLoader` keep its order, also where the Trainer resumes in the middle of an epoch."""
         loader = named.get("train_dataloader")
+        self._holdfast_iterated = loader
         self._holdfast_last_step: int | None = (named["epoch"] + 1) * named["num_update_steps_per_epoch"]
         if isinstance(loader, DataLoader):
             self._holdfast_loader = loader
