@@ -172,7 +172,7 @@ def test_a_loop_that_ranks_collect_at_different_times_parts_nobody(tmp_path):
 
 
 def calling_alone(rank, run, call, where, collective):
-    model, optimizer = model_and_optimizer()
+    model, optimizer = model_and_optimizer(norm=True)
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(model))
@@ -181,14 +181,21 @@ def calling_alone(rank, run, call, where, collective):
                 guard.validated(0.5) if call == "validated" else guard.close()
             if collective == "barrier":
                 distributed.barrier()
-            else:
+            elif collective == "all_gather_object":
                 distributed.all_gather_object([None, None], rank)
+            elif rank != where:
+                model.eval()(batch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "where", "collective"),
-    [("validated", 0, "barrier"), ("validated", 1, "all_gather_object"), ("close", 0, "barrier")],
+    [
+        ("validated", 0, "barrier"),
+        ("validated", 1, "all_gather_object"),
+        ("close", 0, "barrier"),
+        ("close", 1, "a forward pass"),
+    ],
 )
 def test_a_call_of_one_rank_while_another_is_in_a_collective_is_an_error(tmp_path, call, where, collective):
     """`if rank == 0: guard.validated(...)` and a barrier: each would wait for the other until the group's timeout."""

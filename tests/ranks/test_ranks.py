@@ -398,6 +398,27 @@ def test_ranks_that_leave_a_loop_together_may_go_on(tmp_path):
     assert len(set(all_returned(run_ranks(again, 2, tmp_path)))) == 1
 
 
+def evaluating_alone(rank, run, who):
+    model, optimizer = model_and_optimizer(norm=True)
+    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank))
+    for batch in guard.batches(max_epochs=2):
+        guard.step(batch, loss_of(model))
+        if guard.global_step % 3 == 0 and rank in who:
+            with guard.evaluate():
+                model(batch)
+                model(batch)
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+def test_an_evaluation_by_one_rank_alone_changes_nothing(tmp_path, who):
+    """Its first call sends the buffers of a norm, to which the others come at their next step, as without a guard."""
+    undisturbed = all_returned(run_ranks(evaluating_alone, 2, tmp_path / "none", ()))
+    evaluated = all_returned(run_ranks(evaluating_alone, 2, tmp_path / "some", who))
+    for first, second in zip(undisturbed, evaluated, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def slow(rank, run, where):
     torch.ones(rank << 26)
     model, optimizer = model_and_optimizer()

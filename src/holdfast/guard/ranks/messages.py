@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ from torch.distributed import DistStoreError, distributed_c10d
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.saver import Writers, on_all
 from holdfast.core.errors import HoldfastError, RankError
-from holdfast.guard.ranks.meeting import meeting_of_all
+from holdfast.guard.ranks.meeting import meeting_of_main_thread
 
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks; a wait in the store writes a warning when it ends
 _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
@@ -384,7 +384,7 @@ class Messages:
         if error is None:
             return
         # A collective of the script's own may fail first, as the others end, with torch's text about a connection.
-        is_said = meeting_of_all() is not None
+        is_said = meeting_of_main_thread() is not None
         if is_said:
             _print(error)
         until = time.monotonic() + _GRACE_SECONDS
@@ -403,9 +403,7 @@ class Messages:
             while places and not self._is_ending and not store.check([f"wake{count}/{self.rank}"]):
                 # A moment later: of an error in a loop the place is said first.
                 due = [place for heard, place in places if time.monotonic() > heard + _LATE_SECONDS]
-                error = next(
-                    filter(None, (self._missed(place) or self._meets_elsewhere(place) for place in due)), None
-                )
+                error = next(filter(None, map(self._missed, due)), None) or self._meets_elsewhere(due)
                 if error is not None:
                     self._post(error)
                     return error
@@ -432,17 +430,22 @@ class Messages:
         follows = "waits for it" if is_beyond else "makes another step" if has_begun else "calls another guard"
         return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} {follows}")
 
-    def _meets_elsewhere(self, place: _Place) -> RankError | None:
-        """Return the error if another rank waits for this one, which waits for that one in a collective meanwhile."""
-        meeting = meeting_of_all() if place.waits and self._numbers[""] <= place.number else None
-        if meeting is None:
+    def _meets_elsewhere(self, places: Sequence[_Place]) -> RankError | None:
+        """Return the error if other ranks wait for this one, which waits for them in a collective meanwhile.
+
+        One rank that waits is enough where the collective cannot be over for it already.
+        """
+        waiting = {place.rank: place for place in places if place.waits and self._numbers[""] <= place.number}
+        meeting = meeting_of_main_thread() if waiting else None
+        if meeting is None or not (meeting.of_all or len(waiting) == len(self.others)):
             self._meets_since = None
             return None
         if self._meets_since is None:
             self._meets_since = time.monotonic()
         if time.monotonic() < self._meets_since + _MEETING_SECONDS:
             return None
-        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} is in {meeting}")
+        place = waiting[min(waiting)]
+        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} is in {meeting.name}")
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
         behind = None

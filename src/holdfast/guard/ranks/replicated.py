@@ -65,8 +65,8 @@ class Replicated:
         if self._noting:
             self._order.clear()
         wrapper.broadcast_buffers = self._broadcasts
-        # A forward pass without gradients, as of an evaluation, leaves the next one without buffers of the others.
-        wrapper.require_forward_param_sync = True
+        # The first call of an evaluation has sent the buffers, and torch does not send them again after it. Where one
+        # rank has evaluated alone, the others are here when they take part in that.
         if wrapper.will_sync_module_buffers():
             wrapper._sync_buffers()
         wrapper.broadcast_buffers = False
@@ -89,6 +89,8 @@ class Replicated:
     def end(self) -> None:
         """Let calls of the model send buffers again, as those of an evaluation do."""
         self._wrapper.broadcast_buffers = self._broadcasts
+        # Passes of the attempt that make no gradients have set this, and not equally many on a rank that has failed.
+        self._wrapper.require_forward_param_sync = True
         self._note_no_more()
 
     def _note_no_more(self) -> None:
