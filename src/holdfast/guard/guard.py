@@ -35,6 +35,7 @@ from holdfast.guard.run.schedules import check_schedulers, validated
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery, Steps
 from holdfast.guard.saving.best import Best, BestOf, as_metric
+from holdfast.guard.saving.components import check_can_be_saved
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.stop import Interrupted, StopRequest
@@ -116,6 +117,7 @@ class Guard:
         ranks = self._ranks
         self.policy = ranks.policy(policy)
         check_schedulers(self._parts.schedulers)
+        check_can_be_saved(self._parts)
         settle_vector_functions(torch)
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
