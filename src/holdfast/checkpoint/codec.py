@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.checkpoint.kinds import STORED_ONLY
 from holdfast.core.errors import CheckpointError
 
 _TAG = "$"
@@ -26,6 +27,13 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "size": torch.Size,
 }
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+# The types of tensors in a checkpoint, as the format spells them.
+SAVED_AS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 _AS_THEY_ARE = {int, bool, str, type(None)}
 _PLAIN_VALUES = "let state_dict() return one of these, for instance a tensor or a dict of numbers."
 _PLAIN_ARRAYS = (
@@ -52,6 +60,8 @@ class Encoder:
             if value.is_complex():  # safetensors has no complex128
                 pairs = torch.view_as_real(value.detach().resolve_conj())
                 return {_TAG: "complex_tensor", "name": self._keep(pairs, path), **_layout(pairs)}
+            if value.dtype in STORED_ONLY and value.dtype not in SAVED_AS:
+                return self._as_bytes(value.detach(), path)
             return {_TAG: "tensor", "name": self._keep(value, path), **_layout(value)}
         if isinstance(value, Mapping):
             return self._mapping(value, path)
@@ -64,6 +74,14 @@ class Encoder:
         parts = {"indices": tensor._indices(), "values": tensor._values()}
         encoded = {name: self.encode(part, (*path, name)) for name, part in parts.items()}
         return {_TAG: "sparse_tensor", **encoded, "size": list(tensor.shape), "coalesced": tensor.is_coalesced()}
+
+    def _as_bytes(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
+        # A type of one byte that the format has no name for, such as one of the float8 types of AMD.
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise self._unsupported(f"a {tensor.dtype} tensor without values in one piece", path)
+        stored = tensor.view(torch.uint8)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return {_TAG: "bytes_tensor", "name": self._keep(stored, path), "dtype": dtype, **_layout(stored)}
 
     def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         tensor = tensor.detach().resolve_neg()
@@ -213,6 +231,7 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 _LEAVES: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
     "tensor": _stored,
+    "bytes_tensor": lambda value, tensors: _stored(value, tensors).view(_DTYPES[value["dtype"]]),
     "complex_tensor": lambda value, tensors: torch.view_as_complex(_stored(value, tensors)),
     "ndarray": lambda value, tensors: tensors[value["name"]].numpy().copy(),
     "scalar": lambda value, _: np.frombuffer(bytes.fromhex(value["hex"]), dtype=value["dtype"])[0],

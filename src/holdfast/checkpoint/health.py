@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from holdfast.checkpoint.kinds import computable
+
 
 def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
     """Return the names of the tensors that hold NaN or Inf, `most` of them, and how many there are in all.
@@ -15,12 +17,11 @@ def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 
     """
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
-        tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
-        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-            narrow = tensor.is_floating_point() and tensor.element_size() == 1  # float8 knows no norm
-            by_device.setdefault(tensor.device, []).append(
-                (name, tensor.detach().float() if narrow else tensor.detach())
-            )
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        values = computable(tensor)
+        if values is not None and values.numel():
+            by_device.setdefault(values.device, []).append((name, values))
     bad: list[str] = []
     for pairs in by_device.values():
         # The Euclidean norm: on the CPU the largest value takes twenty times as long.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from holdfast.checkpoint.buffers import Groups, HostBuffers
-from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.checkpoint.codec import SAVED_AS, Encoder, decode
 from holdfast.checkpoint.expanded import is_expanded
 from holdfast.checkpoint.seal import (
     HEADER,
@@ -50,15 +50,8 @@ _MOST_STATE_BYTES = 1 << 30
 _SPARE_BYTES = 2**20
 # Written and digested at once: long enough that the interpreter's lock is seldom asked for, short enough for caches.
 _PIECE_BYTES = 4 * 2**20
-# As the format spells them.
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 _T = TypeVar("_T")
-_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_TYPES = {name: dtype for dtype, name in SAVED_AS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +134,10 @@ def encode(components: Mapping[str, Any]) -> Encoded:
             raise CheckpointError(f"{component} holds itself", limit=limit, fix=fix, rule="H310") from error
         tensors[component] = encoder.tensors
         for name, tensor in encoder.tensors.items():
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in SAVED_AS:
                 raise CheckpointError(
                     f"{component}: {name} is a tensor of {tensor.dtype}",
-                    limit=f"a checkpoint holds tensors of {', '.join(_DTYPES.values())}",
+                    limit=f"a checkpoint holds tensors of {', '.join(SAVED_AS.values())}",
                     fix="let state_dict() return one of these, for instance its bytes: tensor.view(torch.uint8).",
                     rule="H310",
                 )
@@ -226,7 +219,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     header, begin = {}, 0
     for name in names:
         tensor, end = tensors[name], begin + tensors[name].nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": SAVED_AS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -243,7 +236,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str,
                 begin=begin,
                 end=file.tell(),
                 sha256=digest.hexdigest(),
-                dtype=_DTYPES[tensors[name].dtype],
+                dtype=SAVED_AS[tensors[name].dtype],
                 shape=tuple(tensors[name].shape),
             )
         file.flush()
@@ -309,7 +302,7 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         what, limit = f"{entry.path.name} holds no averaged weights", "they are there where a run keeps an average"
         raise CheckpointError(what, limit=limit, fix="pass averaged= to Guard, or use --export.", rule="H310")
     for name, each in tensors.items():
-        if each.dtype not in _DTYPES or each.layout != torch.strided:
+        if each.dtype not in SAVED_AS or each.layout != torch.strided:
             limit, fix = "a safetensors file holds dense tensors of real numbers", "read it with a Guard instead."
             raise CheckpointError(f"{name} is a tensor of {each.dtype}", limit=limit, fix=fix, rule="H310")
     temporary = path.with_name(f".tmp-{path.name}")
@@ -348,7 +341,7 @@ def saved_names(entry: Entry, component: str) -> set[str]:
 
 
 def _is_what(extent: Extent, tensor: torch.Tensor) -> bool:
-    if (extent.dtype, extent.shape) != (_DTYPES[tensor.dtype], tuple(tensor.shape)):
+    if (extent.dtype, extent.shape) != (SAVED_AS[tensor.dtype], tuple(tensor.shape)):
         return False
     digest = hashlib.sha256()
     for piece in _pieces(tensor):

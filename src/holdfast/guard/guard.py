@@ -35,7 +35,7 @@ from holdfast.guard.run.loop import Loop
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery, Steps
 from holdfast.guard.saving.best import Best, BestOf, as_metric
-from holdfast.guard.saving.components import check_saveable
+from holdfast.guard.saving.components import check_models_can_be_saved, check_saveable
 from holdfast.guard.schedules import Schedules
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
@@ -127,6 +127,7 @@ class Guard:
         if loader is not None:
             check_loader(loader)
         if self.policy.save_interval_steps is not None:
+            check_models_can_be_saved(self._parts)
             check_saveable(self._parts)
         settle_vector_functions(torch)
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":

@@ -9,12 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Types and layouts that torch stores and hardly computes with.
+_COMPUTED_WITH = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+    | {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+)
 _SAMPLE = 4096
 """Elements of a tensor that are copied: 16 KiB a tensor, whatever the model's size."""
 
 
+def can_be_observed(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be measured: not those of integers, nested or quantized tensors."""
+    if tensor.is_nested or tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
+        return False
+    return tensor.dtype in _COMPUTED_WITH
+
+
 def spread_of(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
-    """Return at most so many elements, spread over a tensor, shape ``(n,)``; a view where there can be one."""
+    """Return at most so many elements, spread over a tensor, shape ``(n,)``; a view where there can be one.
+
+    Those of a float8 type come as float32, since torch knows no arithmetic of float8.
+    """
+    values = _spread_over(tensor, most)
+    return values.float() if values.is_floating_point() and values.element_size() == 1 else values
+
+
+def _spread_over(tensor: Tensor, most: int) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from holdfast.learning.facts import LayerFacts, ModelFacts
-from holdfast.learning.measures import spread_of
+from holdfast.learning.measures import can_be_observed, spread_of
 
 _ENOUGH_WEIGHTS = 256  # to tell which distribution they were drawn from
 
@@ -28,7 +28,7 @@ class ModelObserver:
     def __init__(self, module: nn.Module, prefix: str, frozen: Sequence[str]) -> None:
         self.module = module
         self._prefix, self._frozen = prefix, frozen
-        self._start = {key: spread_of(p).clone() for key, p in self.named() if not p.is_meta}
+        self._start = {key: spread_of(p).clone() for key, p in self.named() if can_be_observed(p)}
         self._facts = ModelFacts()
         self._passes_without_graph = {True: 0, False: 0}  # in training mode or not, since the last step
 
@@ -74,13 +74,15 @@ class ModelObserver:
         facts.never_gradient_weights = sum(p.numel() for p in never.values())
         facts.never_gradient_first = bool(never) and next(iter(never)) == learning[0][0]
         facts.symmetric = self._symmetric(learning)
-        still = {k: p for k, p in named if p.dim() > 1 and not (p.requires_grad or self._is_frozen(k))}
+        frozen = [(k, p) for k, p in named if k in self._start and not (p.requires_grad or self._is_frozen(k))]
+        still = {k: p for k, p in frozen if p.layout is torch.strided and p.dim() > 1}
         few = 0 < facts.weights < 0.05 * sum(p.numel() for p in still.values())
         drawn = few and all(_as_drawn(p, self._start[k]) for k, p in still.items()) and not self._changed(still)
         facts.still_drawn = list(still) if drawn else []
         facts.changed = self._changed(self._start)
-        floating = [(k, b) for k, b in self.module.named_buffers() if b.is_floating_point() and "running" in k]
-        facts.nonfinite_buffers = [self._prefix + k for k, b in floating if not bool(torch.isfinite(b).all())][:5]
+        running = [(k, b) for k, b in self.module.named_buffers() if "running" in k and can_be_observed(b)]
+        statistics = [(k, b) for k, b in running if b.layout is torch.strided and b.element_size() > 1]
+        facts.nonfinite_buffers = [self._prefix + k for k, b in statistics if not bool(torch.isfinite(b).all())][:5]
         modal = self._modal()
         facts.modal = [k for k, _ in modal][:5]
         facts.dropout = max((m.p for _, m in modal if isinstance(m, _DropoutNd)), default=0.0)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from holdfast.checkpoint.buffers import Groups
 from holdfast.checkpoint.expanded import made_dense
@@ -66,6 +67,27 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
         "kinds": _kinds(parts),
     }
     return trees
+
+
+def check_models_can_be_saved(parts: Parts) -> None:
+    """Raise H310 for a model with a tensor that no checkpoint can hold, before anything was trained."""
+    for name, model in parts.models.items():
+        state = {
+            key: local(value) if isinstance(value, torch.Tensor) else value
+            for key, value in model.state_dict().items()
+            if not isinstance(value, UninitializedTensorMixin)
+        }
+        try:
+            encode({component_of("model", name): state})
+        except CheckpointError as error:
+            raise CheckpointError(
+                error.what,
+                limit=error.limit,
+                fix="keep the values of this tensor as a dense or a sparse COO tensor of floats, integers or "
+                "bools; or make it in __init__, and keep it out of state_dict() with "
+                "register_buffer(..., persistent=False).",
+                rule=error.rule,
+            ) from error
 
 
 def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:

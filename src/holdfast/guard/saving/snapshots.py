@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoint.kinds import bytes_of
 from holdfast.core.clock import Clock
 from holdfast.guard.state.trees import children_of, copied_to_host, is_flat
 
@@ -62,7 +63,7 @@ class Snapshots:
         if trees is None:
             self._last_step = global_step
             return True
-        size = sum(tensor.nbytes for tensor in _tensors_in(trees))
+        size = sum(bytes_of(tensor) for tensor in _tensors_in(trees))
         if size > _SMALL_BYTES and (available := self._available()) is not None and size > _MOST_MEMORY * available:
             self.give_up()
             return False

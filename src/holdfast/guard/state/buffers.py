@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from holdfast.checkpoint.expanded import once
+from holdfast.checkpoint.kinds import copy_bits, has_no_values, is_plain, same_bits
 from holdfast.guard.state.states import StateKeeper
 
 
@@ -66,11 +67,11 @@ class BufferKeeper:
         now = [place.now() for place in self._mutable]
         self._note_versions()
         same = len(now) == len(self._before) and all(
-            buffer is before and (buffer is None or buffer.shape == copy.shape)  # type: ignore[union-attr]
+            buffer is before and (buffer is copy or buffer.shape == copy.shape)  # type: ignore[union-attr]
             for buffer, before, copy in zip(now, self._before, self._copies, strict=True)
         )
         if not same and [_kind(buffer) for buffer in now] != [_kind(copy) for copy in self._copies]:
-            self._copies = [None if buffer is None else torch.empty_like(buffer) for buffer in now]
+            self._copies = [None if buffer is None else _room_for(buffer) for buffer in now]
         self._before = now
         _copy(self._copies, self._before)
         if earlier:
@@ -94,7 +95,8 @@ class BufferKeeper:
         for place in self._mutable[len(self._before) :]:
             now = place.now()
             self._before.append(now)
-            self._copies.append(None if now is None else now.detach().clone())
+            is_copied = now is not None and not has_no_values(now)
+            self._copies.append(now.detach().clone() if is_copied else now)  # type: ignore[union-attr]
         return late + self.states.put_back()
 
     def learn(self) -> list[str]:
@@ -154,7 +156,9 @@ class BufferKeeper:
 
 
 def _kind(buffer: torch.Tensor | None) -> tuple[object, ...] | None:
-    return None if buffer is None else (buffer.shape, buffer.dtype, buffer.device)
+    if buffer is None or has_no_values(buffer):
+        return None
+    return (buffer.shape, buffer.dtype, buffer.layout, buffer.device)
 
 
 def _version(buffer: torch.Tensor | None) -> int:
@@ -163,7 +167,13 @@ def _version(buffer: torch.Tensor | None) -> int:
 
 def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]) -> None:
     """Copy values unseen by autograd, as BatchNorm does, so that a saved graph stays valid."""
-    pairs = [(t.data, s.data) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None]
+    both = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None]
+    rare = [pair for pair in both if not is_plain(pair[0])]
+    for target, source in rare:
+        if not has_no_values(target):
+            copy_bits(target, source)
+    both = [pair for pair in both if is_plain(pair[0])] if rare else both
+    pairs = [(target.data, source.data) for target, source in both]
     for kind in {target.dtype for target, _ in pairs}:  # of several at once a GPU copies each tensor by itself
         alike = [pair for pair in pairs if pair[0].dtype is kind]
         torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
@@ -173,8 +183,14 @@ def _once(tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]) -
     return [t if t is None or live is None else once(t, live) for t, live in zip(tensors, like, strict=True)]
 
 
+def _room_for(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same kind to copy a buffer into."""
+    if has_no_values(buffer):
+        return buffer
+    # Of a sparse one with the same entries: a new one would have none.
+    return torch.empty_like(buffer) if is_plain(buffer) else buffer.detach().clone()
+
+
 def _equal(now: torch.Tensor, copy: torch.Tensor | None) -> bool:
     assert copy is not None
-    if now.is_floating_point():
-        return torch.equal(now.nan_to_num(), copy.nan_to_num())
-    return torch.equal(now, copy)
+    return same_bits(now, copy)

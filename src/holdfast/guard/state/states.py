@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.checkpoint.kinds import copy_bits, has_no_values, is_plain
 from holdfast.guard.parts import Parts, Stateful
 from holdfast.guard.state.trees import copied, fingerprint, is_small, same
 from holdfast.memory.oom import find_out_of_memory
@@ -44,7 +45,10 @@ class FrozenParameters:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy values into them, unseen by autograd."""
         for name, parameter in self._frozen:
-            local(parameter.data).copy_(state[name])
+            if is_plain(parameter):
+                local(parameter.data).copy_(state[name])
+            elif not has_no_values(parameter):
+                copy_bits(parameter, state[name])
 
 
 def kept_states(parts: Parts) -> dict[str, Stateful]:

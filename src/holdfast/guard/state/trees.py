@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.checkpoint.kinds import bits_of, bytes_of, computable, has_no_values, is_plain, parts_of, same_bits
+
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 
@@ -57,7 +59,10 @@ def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
     left = [tree]
     while left:
         node = left.pop()
-        size += node.nbytes if isinstance(node, (torch.Tensor, np.ndarray)) else 0
+        if isinstance(node, torch.Tensor):
+            size += bytes_of(node)
+        elif isinstance(node, np.ndarray):
+            size += node.nbytes
         entries += 1
         inner = children_of(node)
         if entries > most_entries or size > most_bytes or len(inner) > most_entries:
@@ -73,10 +78,8 @@ def fingerprint(tree: Any) -> list[Any]:
     while left:
         node = left.pop()
         inner = children_of(node)
-        if isinstance(node, torch.Tensor) and node.layout == torch.strided:
-            bits = torch.view_as_real(node) if node.is_complex() else node
-            kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
-            found.append((tuple(node.shape), bits.detach().view(kind).sum()))
+        if isinstance(node, torch.Tensor) and not has_no_values(node):
+            found += [(tuple(part.shape), bits_of(part).sum()) for part in parts_of(node)]
         elif not inner:
             found.append(zlib.crc32(repr(node).encode()))
         left += inner
@@ -111,11 +114,17 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
 def _same_tensors(first: Any, second: Any, tolerance: float) -> bool:
     if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
         return False
+    if has_no_values(first) or has_no_values(second):
+        return first is second
     if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
         return False
-    if first.layout != torch.strided:
-        first, second = first.to_dense(), second.to_dense()
     first, second = first.detach(), second.detach()
+    if not is_plain(first) and (same_bits(first, second) or not tolerance):
+        return same_bits(first, second)
+    values = [computable(first), computable(second)]
+    first, second = values
+    if first is None or second is None or first.shape != second.shape:
+        return False
     if bool(((first == second) | ((first != first) & (second != second))).all()):
         return True
     if not tolerance or not first.is_floating_point():
