@@ -94,7 +94,7 @@ def test_a_second_signal_ends_the_process_at_once(start, first, second):
 
 
 def test_signals_that_come_together_are_one_request(start):
-    """A service manager sends SIGHUP right after SIGTERM, and Slurm some signals twice: the step under way is saved."""
+    """A service manager sends SIGHUP right after SIGTERM, Slurm some signals twice: the step under way is saved."""
     run = start(seconds_per_step=0.3, save_interval_steps=1000)
     run.wait_for(lambda line: line.get("step", 0) >= 2)
     for name in ("SIGTERM", "SIGHUP", "SIGTERM", "SIGUSR1"):
@@ -119,7 +119,7 @@ def test_what_is_ignored_when_the_guard_is_made_stays_ignored(start, name):
     ("name", "loader"), [("SIGUSR1", "holdfast"), ("SIGUSR1", "torch"), ("SIGINT", "holdfast"), ("SIGHUP", "torch")]
 )
 def test_a_signal_to_all_processes_loses_no_worker(start, name, loader):
-    """Schedulers and terminals signal the loader workers too: none is lost or replaced, and the last step is saved."""
+    """Schedulers and terminals signal the loader workers too: none is lost or replaced, the last step is saved."""
     policy = {"stop_exit_code": 3}
     run = start(loader=loader, workers=2, seconds_per_step=0.3, save_interval_steps=1000, policy=policy)
     run.wait_for(lambda line: line.get("step", 0) >= 3)

@@ -30,6 +30,7 @@ pytest.importorskip("lightning.pytorch")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the imports of Lightning itself
     import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.pytorch.callbacks import (
         Callback,
         GradientAccumulationScheduler,
@@ -47,6 +48,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .train_dataloader. does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*tensorboardX.*"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
+    pytest.mark.filterwarnings("ignore:The `srun` command is available on your system"),
     pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
@@ -311,6 +313,54 @@ def test_sigterm_ends_training_after_the_batch_with_a_checkpoint(tmp_path):
         fit(Small(), tmp_path, batches(), callbacks=[Ends()], strategy=HoldfastStrategy())
     found = VerifiedCheckpointIO().load_checkpoint(tmp_path / "checkpoints" / "stopped-step=5.ckpt")
     assert found["global_step"] == 5
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
+def test_other_signals_end_training_as_sigterm_does(tmp_path, name):
+    """With the exit code of the policy, and a checkpoint of the step that was under way."""
+    before = signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+    class Ends(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 4:
+                os.kill(os.getpid(), getattr(signal, name))
+
+    with pytest.raises(SystemExit) as raised:
+        fit(Small(), tmp_path, batches(), callbacks=[Ends()], strategy=HoldfastStrategy({"stop_exit_code": 85}))
+    signal.signal(getattr(signal, name), before)
+    assert raised.value.code == 85
+    found = VerifiedCheckpointIO().load_checkpoint(tmp_path / "checkpoints" / "stopped-step=5.ckpt")
+    assert found["global_step"] == 5
+
+
+def test_the_signal_that_requeues_a_slurm_job_is_lightnings(tmp_path):
+    """Lightning saves and requeues upon it by a handler of its own, which is called; the guard stops nothing."""
+    requeued: list[int] = []
+
+    class Requeues(SLURMEnvironment):
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            """Take the one process that there is."""
+
+    class Signalled(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            connector = trainer._signal_connector
+            vars(connector)["_slurm_sigusr_handler_fn"] = lambda number, _: requeued.append(number)
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 4:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("SLURM_NTASKS", "SLURM_JOB_ID"):
+            patch.setenv(variable, "1")
+        for variable in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"):
+            patch.setenv(variable, "0")
+        strategy = HoldfastStrategy()
+        before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        fit(Small(), tmp_path, batches(), callbacks=[Signalled()], strategy=strategy, plugins=[Requeues()])
+        signal.signal(signal.SIGUSR1, before)
+    assert requeued == [signal.SIGUSR1]
+    assert "stop_requested" not in kinds(tmp_path)
 
 
 # --- manual optimization --------------------------------------------------------------------------------------

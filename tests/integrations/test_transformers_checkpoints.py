@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -71,6 +72,28 @@ def test_sigterm_saves_and_the_run_goes_on_bit_exact(tmp_path: Path, undisturbed
     second.train(resume_from_checkpoint=True)
     assert second.state.global_step == 8
     assert digest(second.model) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "raised"),
+    [("SIGUSR1", None, None), ("SIGUSR1", 85, SystemExit), ("SIGINT", None, KeyboardInterrupt)],
+)
+def test_other_signals_stop_a_trainer_as_sigterm_does(
+    tmp_path: Path, name: str, code: int | None, raised: type[BaseException] | None
+) -> None:
+    """The step is saved first; then what the policy and Ctrl-C ask for is raised from `train`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    stops = At(5, lambda _: os.kill(os.getpid(), getattr(signal, name)))
+    trainer = guarded(tmp_path, callbacks=[stops], holdfast_policy={"stop_exit_code": code})
+    with pytest.raises(raised) if raised is not None else contextlib.nullcontext() as error:
+        trainer.train()
+    signal.signal(signal.SIGINT, before)
+    assert getattr(error and error.value, "code", None) == code
+    assert trainer.state.global_step == 5
+    verify(tmp_path / "checkpoint-5")
+    events = read_events(tmp_path / "holdfast" / "recorder" / "rank0")
+    assert [event.data.get("signal") for event in events if event.kind == "stop_requested"] == [name]
+    assert (events[-1].kind, events[-1].data.get("how")) == ("closed", "stopped")
 
 
 def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(

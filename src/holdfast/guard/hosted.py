@@ -193,9 +193,13 @@ class HostedGuard(Guard):
         reason = self._stop.reason or "SIGTERM"
         self._record.emit(run_events.StopRequested(reason=reason, signal=self._stop.signal_name))
 
-    @property
     def ending(self) -> BaseException | None:
-        """Return what is to be raised once the framework has saved after a stop by a signal; None: nothing."""
+        """Return what is to be raised once the framework has saved after a stop by a signal; None: nothing.
+
+        Of several ranks, all call this: it waits for the one that saves, since a launcher ends all when one exits.
+        """
+        if self._stop.by_signal:
+            self._ranks.agree("stop", dict)
         return self._ending()
 
     def count_from(self, global_step: int) -> None:

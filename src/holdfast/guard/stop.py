@@ -177,12 +177,16 @@ class StopRequest:
             previous(number, frame)
 
     def _at_the_second(self, number: int) -> Any:
-        """Return what a second signal does: what it did before us; instead of a KeyboardInterrupt, the default."""
+        """Return what a second signal does: call the handler before us, else end the process.
+
+        Not raise a KeyboardInterrupt, which waits for the interpreter, and not nothing: a parent may have ignored the
+        signal to survive it itself, as a shell does by ``trap '' USR1``.
+        """
         previous = self._previous.get(number)
         owner = _owner(previous)
         if isinstance(owner, StopRequest):
             return owner._at_the_second(number)
-        if previous is None or previous is signal.default_int_handler:
+        if not callable(previous) or previous is signal.default_int_handler:
             return signal.SIG_DFL
         return previous
 
@@ -198,7 +202,8 @@ class StopRequest:
                     raised = error
         finally:
             new_line = "\n" if os.isatty(2) else ""  # after ^C, or a bar
-            text = f"{new_line}holdfast: {name}: stops at the next boundary; a second one {_effect(following)}\n"
+            second = "goes to the handler before holdfast's" if callable(following) else "ends the process at once"
+            text = f"{new_line}holdfast: {name}: stops at the next boundary; a second one {second}\n"
             with suppress(OSError):
                 os.write(2, text.encode())  # past sys.stderr, which may be in the middle of a write
         if raised is not None:
@@ -250,15 +255,6 @@ def _is_handled_in_c(number: int, handler: Any) -> bool:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
-
-
-def _effect(following: Any) -> str:
-    """Return in words what a second signal does."""
-    if following is signal.SIG_DFL:
-        return "ends the process at once"
-    if following is signal.SIG_IGN:
-        return "is ignored"
-    return "goes to the handler before holdfast's"
 
 
 def _let_workers_die() -> None:

@@ -116,6 +116,8 @@ def main() -> None:
         if guard.global_step == request.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(request.get("seconds_per_step", 0.0))
+    if request.get("fails_after_loop"):
+        raise ValueError("in the evaluation after training")
     tensors = [*model.state_dict().values(), *average.state_dict().values()]
     for state in optimizer.state.values():
         tensors += list(state.values())

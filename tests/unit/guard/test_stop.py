@@ -1,16 +1,23 @@
-"""A request to stop by signal, when other handlers run in its midst."""
+"""A request to stop by a signal: whose handlers it takes, calls and gives back, and what comes of it."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
+import holdfast
+from holdfast.core.errors import PolicyError
+from holdfast.core.policy.policy import Policy
+from holdfast.guard import stop as stop_module
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.workers import processes as worker_processes
 
@@ -83,3 +90,236 @@ def test_after_a_request_torch_raises_about_no_worker_also_from_within_our_handl
         stop.uninstall()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+HANDLED = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
+
+
+@pytest.fixture
+def usual_handlers() -> Iterator[None]:
+    """Have the handlers of a program that was started in a terminal, and those of before back at the end."""
+    names = (*HANDLED, "SIGUSR2", "SIGQUIT", "SIGCHLD")
+    before = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in names)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(getattr(signal, name)) for name in HANDLED]
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take no time to see whether a signal comes twice."""
+    monkeypatch.setattr(stop_module, "_ONE_REQUEST_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+@pytest.mark.parametrize("name", HANDLED)
+def test_handlers_are_given_back_also_after_a_signal(name: str) -> None:
+    """Whichever of the signals came, each one does afterwards what it did before the guard."""
+    before = handlers()
+    stop = StopRequest(HANDLED)
+    stop.install()
+    os.kill(os.getpid(), getattr(signal, name))
+    assert (stop.reason, stop.signal_name) == (name, name)
+    assert handlers() == [signal.SIG_DFL] * 4, "a second one ends the process, Ctrl-C too"
+    stop.uninstall()
+    assert handlers() == before
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+@pytest.mark.parametrize("first_closed", ["older", "newer"])
+def test_two_guards_are_asked_by_one_signal_and_give_back_what_was_there(
+    first_closed: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both stop, one speaks; in whichever order they are closed, nothing of them is left."""
+    before = handlers()
+    older, newer = StopRequest(HANDLED), StopRequest(HANDLED)
+    for stop in (older, newer):
+        stop.install()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (older.reason, newer.reason) == ("SIGUSR1", "SIGUSR1")
+    assert capfd.readouterr().err.count("stops at the next boundary") == 1
+    for stop in (older, newer) if first_closed == "older" else (newer, older):
+        stop.uninstall()
+    assert handlers() == before
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+def test_a_guard_over_a_closed_one_is_asked_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """The handler of a closed guard that another one has found is passed by, and not given back."""
+    before = handlers()
+    closed, stop = StopRequest(HANDLED), StopRequest(HANDLED)
+    closed.install()
+    stop.install()
+    closed.uninstall()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert (closed.reason, stop.reason) == (None, "SIGHUP")
+    assert "a second one ends the process at once" in capfd.readouterr().err
+    stop.uninstall()
+    assert handlers() == before
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+def test_a_handler_of_the_user_is_called_too(name: str) -> None:
+    """Upon the first signal and upon the second, which it has for itself then."""
+    heard: list[int] = []
+    signal.signal(getattr(signal, name), lambda number, _: heard.append(number))
+    stop = StopRequest(HANDLED)
+    stop.install()
+    for count in (1, 2):
+        os.kill(os.getpid(), getattr(signal, name))
+        assert (stop.reason, len(heard)) == (name, count)
+    stop.uninstall()
+
+
+@pytest.mark.usefixtures("usual_handlers")
+def test_what_faulthandler_has_is_left_to_it(tmp_path: Path) -> None:
+    """A script that has its stacks printed upon SIGUSR1 keeps that; the guard says which signal does not stop it."""
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        try:
+            stop = StopRequest(HANDLED)
+            stop.install()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stop.uninstall()
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert (stop.reason, stop.left_alone) == (None, ["SIGUSR1"])
+    assert "test_what_faulthandler_has" in (tmp_path / "stacks").read_text()
+
+
+@pytest.mark.usefixtures("usual_handlers")
+def test_outside_the_main_thread_nothing_is_handled() -> None:
+    """Python allows no handlers there, neither to set nor to give back; a guard works without."""
+    before = handlers()
+    stop = StopRequest(HANDLED)
+    thread = threading.Thread(target=stop.install)
+    thread.start()
+    thread.join()
+    assert handlers() == before
+    stop.install()
+    thread = threading.Thread(target=stop.uninstall)
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+    assert stop.reason is None
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+@pytest.mark.parametrize(
+    ("name", "times", "status"), [("SIGUSR1", 1, 0), ("SIGUSR1", 2, -10), ("SIGINT", 1, 0), ("SIGTERM", 1, -15)]
+)
+def test_a_forked_child_leaves_the_first_signal_to_its_parent(name: str, times: int, status: int) -> None:
+    """One that is sent to all processes does not end a worker; SIGTERM, by which parents end children, does."""
+    stop = StopRequest(HANDLED)
+    stop.install()
+    child = os.fork()
+    if child == 0:
+        for _ in range(times):
+            os.kill(os.getpid(), getattr(signal, name))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    stop.uninstall()
+    assert stop.reason is None
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+def test_a_guard_in_a_forked_child_is_asked_itself() -> None:
+    """What it finds is the handler of its parent's guard, which has no part in it."""
+    parents = StopRequest(HANDLED)
+    parents.install()
+    child = os.fork()
+    if child == 0:
+        own = StopRequest(HANDLED)
+        own.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(7 if own.reason == "SIGTERM" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    parents.uninstall()
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+def test_a_notebook_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    """A cell is interrupted when its step is saved; the next cell goes on with the same guard, and can be too.
+
+    The kernel has handlers of its own between cells, and Python's within one.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loader=[torch.randn(4, 2) for _ in range(20)],
+    )
+
+    def run_cell(interrupted_at: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            for batch in guard.batches(max_epochs=1):
+                guard.step(batch, lambda batch: model(batch).square().mean())
+                if guard.global_step == interrupted_at:
+                    os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    for step in (3, 8):
+        with pytest.raises(KeyboardInterrupt):
+            run_cell(interrupted_at=step)
+        assert (guard.global_step, guard.stop_reason) == (step, "SIGINT")
+    run_cell(interrupted_at=1000)
+    assert (guard.global_step, guard.stop_reason) == (20, None)
+    assert [event.data.get("signal") for event in guard.events() if event.kind == "stop_requested"] == ["SIGINT"] * 2
+
+
+@pytest.mark.usefixtures("usual_handlers", "at_once")
+@pytest.mark.parametrize("code", [0, 85])
+def test_an_exit_code_of_the_policy_is_that_of_a_loop_of_ones_own_too(tmp_path: Path, code: int) -> None:
+    """Where the loop is not the guard's, the step after the signal saves and ends the process with it."""
+    model = torch.nn.Linear(2, 1)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), stop_exit_code=code
+    )
+    guard.step(torch.randn(4, 2), lambda batch: model(batch).square().mean())
+    os.kill(os.getpid(), signal.SIGHUP)
+    with pytest.raises(SystemExit) as raised:
+        guard.step(torch.randn(4, 2), lambda batch: model(batch).square().mean())
+    assert raised.value.code == code
+    assert holdfast.latest(tmp_path).global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_signals", ("SIGKILL",)),
+        ("stop_signals", ("USR1",)),
+        ("stop_signals", "SIGTERM"),
+        ("stop_signals", (signal.SIGTERM,)),
+        ("stop_exit_code", 256),
+        ("stop_exit_code", -1),
+        ("stop_exit_code", True),
+    ],
+)
+def test_signals_and_codes_that_cannot_be_are_refused_when_the_policy_is_made(field: str, value: object) -> None:
+    """H102 names the field: a signal that nobody can handle, a name that there is not, a code that no process has."""
+    with pytest.raises(PolicyError, match=rf"{field}=[\s\S]*\[H102\]"):
+        Policy(**{field: value})
+
+
+def test_signals_are_given_by_yaml_and_variable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both as every other list, where none is an empty one."""
+    file = tmp_path / "policy.yaml"
+    file.write_text("stop_signals: [SIGTERM, SIGUSR2]\nstop_exit_code: 85\n")
+    policy = Policy.from_yaml(file)
+    assert (policy.stop_signals, policy.stop_exit_code) == (("SIGTERM", "SIGUSR2"), 85)
+    monkeypatch.setenv("HOLDFAST_STOP_SIGNALS", "SIGUSR1, SIGTERM")
+    assert Policy.from_yaml(file).stop_signals == ("SIGUSR1", "SIGTERM")
+    monkeypatch.setenv("HOLDFAST_STOP_SIGNALS", "none")
+    assert Policy().stop_signals == ()

@@ -80,6 +80,9 @@ class Loop:
                 self._report_waiting_schedulers(cursor.epoch)
             self._honour_stop()
             self._session.save()
+            if self._stop.by_signal:
+                # A launcher ends all ranks once the first has exited with a code: not before the checkpoint is whole.
+                self._ranks.agree("stop", dict)
             self._honour_stop()  # a request that came while it was saved
             how = "finished" if self._stop.reason is None else "stopped"
         except GeneratorExit:

@@ -211,7 +211,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
     def _holdfast_stop(self) -> NoReturn:
         assert self.holdfast_guard is not None
-        ending = self.holdfast_guard.ending
+        ending = self.holdfast_guard.ending()
         self.holdfast_guard.stopped()
         raise ending or SystemExit(0)
 

@@ -117,7 +117,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         except BaseException as error:
             self._holdfast_close(type(error))
             raise
-        ending = None if self.holdfast_guard is None else self.holdfast_guard.ending
+        ending = None if self.holdfast_guard is None else self.holdfast_guard.ending()
         self._holdfast_close(None)
         if ending is not None:
             raise ending
