@@ -506,13 +506,13 @@ def test_an_exit_code_of_0_hides_no_training_that_died(supervise, command, hidde
 
 @pytest.mark.parametrize(("then", "last"), [("bye", True), ("model saved", False)])
 def test_a_traceback_as_the_last_words_makes_a_good_end_less_sure(supervise, then, last):
-    """A script that catches its own failure and exits with 0 ended well, likely; surely if it went on after that."""
+    """A script that catches its own failure and exits with 0 is in doubt, unless it went on after that."""
     said = f"\nsys.stderr.write({then!r})"  # where the traceback is: of two pipes either may be read first
     run = supervise(command=[sys.executable, "-c", TRY + said, str(TRAINING), FAILS])
     code, _, err = run.end()
     assert code == 0
     assert ("ended with status 0, but its last words are a traceback [H1601], likely (70%)" in err) == last
-    assert ("ended well [H1601]\n" in err) != last
+    assert ("learning was not judged [H1626]\n" in err) != last
 
 
 def test_the_same_directory_is_continued(tmp_path):

@@ -21,7 +21,7 @@ from holdfast.supervise.process_tree import descendants, marked_processes, read_
 pytestmark = pytest.mark.slow
 PROGRAMS = Path(__file__).parent / "programs"
 CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
-STOPPED = "H1625"
+STOPPED = "H1623"
 _TIMEOUT_SECONDS = 120.0
 
 

@@ -19,7 +19,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
 from holdfast.explain.rules import catalogue, find_rule
 from holdfast.explain.runs.recordings import near_path
-from holdfast.explain.signatures import WELL
+from holdfast.explain.signatures import UNJUDGED, WELL
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.verdicts import how_sure
@@ -134,10 +134,20 @@ def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
     )
 
 
+def _colour(verdict: Verdict) -> str:
+    """Return the colour of a title: green only of a run that learned and that nothing speaks against."""
+    if verdict.cause == UNJUDGED.id:
+        return "default"
+    if verdict.family == "ended well":
+        return "green" if verdict.fix == WELL.fix else "yellow"
+    return "yellow" if verdict.family == "unknown" else "red"
+
+
 def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     """Print a verdict for people; nothing in it is taken for markup or for commands of the terminal."""
-    well, nothing_to_do = verdict.family == "ended well", verdict.fix == WELL.fix
-    colour = "yellow" if verdict.family == "unknown" or (well and not nothing_to_do) else "green" if well else "red"
+    well = verdict.family == "ended well"
+    nothing_to_do = verdict.fix == WELL.fix or verdict.cause == UNJUDGED.id
+    colour = _colour(verdict)
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
     out.print(Text.assemble((title, f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"))
     if not (well and nothing_to_do):  # for whoever reads no further: one line of evidence, and one to act on

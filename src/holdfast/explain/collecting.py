@@ -15,10 +15,19 @@ from typing import Any, BinaryIO
 from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events.event import Event
 from holdfast.core.files import opened
-from holdfast.explain.evidence import Ending, Facts, Lost, Statement
+from holdfast.explain.evidence import Ending, Facts, Learning, LoaderWait, Lost, Statement
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.curves import find_doubt, find_lost, lost_of_run
+from holdfast.explain.runs.learning import (
+    FEWEST_LOSSES,
+    Reading,
+    learning_of,
+    learning_of_run,
+    loader_wait_of_run,
+    readings_of_guard,
+    readings_of_process,
+)
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable
 from holdfast.explain.runs.statements import (
     already_tried,
@@ -74,6 +83,7 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         source=name,
         missing=tuple(missing),
         lost=find_lost(log.losses, log.norms, log=name) or find_doubt(log.losses, log=name),
+        learning=_printed_learning(log) if status == 0 and len(log.losses) >= FEWEST_LOSSES else None,
         extra={"log_says_done": log.ended_well, "losses": len(log.losses)},
     )
 
@@ -91,6 +101,15 @@ def collect(run: Path, attempt: int | None = None) -> Facts:
     """
     recordings = open_recordings(run)
     return _Attempt(recordings, attempt).facts() if recordings.supervised else _of_guard(recordings)
+
+
+def _printed_learning(log: LogText) -> Learning:
+    """Return whether the loss that a log shows fell; where it did not, it may be that of something else."""
+    learning = learning_of([Reading(line, loss) for line, loss in log.losses])
+    if learning.outcome in ("fell", "unclear"):
+        return learning
+    reason = "only a printed loss is known, and it did not fall, which may be that of a validation"
+    return Learning(outcome="unclear", reason=reason)
 
 
 def _of_guard(recordings: Recordings) -> Facts:
@@ -152,7 +171,7 @@ class _Attempt:
         made = max((mark.global_step for mark in marks if began <= mark.unix_seconds < until), default=None)
         log = self._log()
         raised = [each for _, info in self._processes for each in of_exceptions(events_of[info.pid], info)]
-        if any(each.kind == "attempt_ended" and each.data.get("status") == 0 for each in self._own):
+        if self._ended_with_zero():
             died = self._died(raised, standings, events_of)
             raised = [replace(each, fatal=each.pid in died and each.fatal) for each in raised]
         raised += _of_guards_alone(of_guard, raised)
@@ -165,6 +184,8 @@ class _Attempt:
             source=str(self._recordings.run),
             missing=tuple(self._missing(log, endings)),
             lost=self._lost(recorded, log),
+            learning=self._learning(recorded, log),
+            loader_wait=self._loader_wait(),
             extra=self._extra(log, standings, events_of, endings) | ({} if made is None else {"steps": made}),
         )
 
@@ -197,9 +218,45 @@ class _Attempt:
         """Return how its training was lost: what was recorded of the steps counts before what was printed."""
         trainers = [pair for pair in self._processes if pair[1].role == "trainer"]
         lost, known = lost_of_run(trainers, self._recordings.guards(recorded), self._times())
+        if lost is not None and not lost.exploded and _trains_by_reward(recorded):
+            return None
         if log is None or known:
             return lost
         return find_lost(log.losses, log.norms, log=OUTPUT_FILE) or find_doubt(log.losses, log=OUTPUT_FILE)
+
+    def _ended_with_zero(self) -> bool:
+        return any(event.kind == "attempt_ended" and event.data.get("status") == 0 for event in self._own)
+
+    def _learning(self, recorded: list[Event], log: LogText | None) -> Learning | None:
+        """Return whether it learned, if it ended with status 0: from the first attempt on, which a later one resumes.
+
+        What guards recorded counts before the samples of their processes: it is the mean of the whole step.
+        """
+        if not self._ended_with_zero():
+            return None
+        _, until = self._times()
+        curves = [readings_of_guard(folder, until) for folder in self._recordings.guards(recorded)]
+        if not any(curves):
+            curves = self._curves()
+        if not any(curves) and log is not None and len(log.losses) >= FEWEST_LOSSES:
+            return _printed_learning(log)
+        return learning_of_run(curves, by_reward=_trains_by_reward(recorded))
+
+    def _curves(self) -> list[list[Reading]]:
+        """Return the losses of each rank over all attempts; of an attempt its newest process counts."""
+        newest: dict[tuple[int | None, int], Path] = {}
+        for folder, info in self._recordings.processes():
+            if info.role == "trainer" and info.attempt <= self._number:
+                newest[info.rank, info.attempt] = folder
+        curves: dict[int | None, list[Reading]] = {}
+        for (rank, _), folder in sorted(newest.items(), key=lambda pair: pair[0][1]):
+            curves.setdefault(rank, []).extend(readings_of_process(folder))
+        return list(curves.values())
+
+    def _loader_wait(self) -> LoaderWait | None:
+        if not self._ended_with_zero():
+            return None
+        return loader_wait_of_run(folder for folder, info in self._processes if info.role == "trainer")
 
     def _of_attempt(self) -> list[Event]:
         """Return the supervisor's events from the start of this attempt to that of the next."""
@@ -284,6 +341,11 @@ class _Attempt:
         except OSError as error:
             self._recordings.missing.append(f"{OUTPUT_FILE}: {error.strerror or error}")
             return None
+
+
+def _trains_by_reward(recorded: Sequence[Event]) -> bool:
+    """Return whether a process imported environments: then a loss that rises need not be a fault."""
+    return any(event.kind == "environments_imported" for event in recorded)
 
 
 def _exit(events: Sequence[Event]) -> dict[str, str]:

@@ -5,6 +5,7 @@ Nothing here judges. Collected from a run directory or from a bare log by ``coll
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,9 +89,43 @@ class Lost:
         """Return this as a sentence without capital and full stop."""
         since = f"since line {self.since} of {self.log}" if self.log else f"since step {self.since}"
         if self.rose is not None:
-            return f"the loss rose from {self.rose[0]:.3g} to {self.rose[1]:.3g}, {since}"
+            return f"the loss diverged: it rose from {self.rose[0]:.3g} to {self.rose[1]:.3g}, {since}"
         subject = "the loss is" if self.what == "loss" else "the gradients are"
         return f"{subject} not finite {'from the beginning' if self.always else since}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """Whether the loss of a run fell that was not lost."""
+
+    # ``"rose"``: by less than a loss that diverged; ``"spiked"``: it rose a thousandfold, whatever came then;
+    # ``"unclear"``: it is no measure, or its noise is too large
+    outcome: Literal["fell", "flat", "rose", "spiked", "unclear"]
+    first: float = math.nan  # its level at the beginning
+    last: float = math.nan  # at the end, or at its peak where it spiked
+    step: int | None = None  # at which it spiked
+    constant: bool = False  # of a flat one, whether it never changed
+    reason: str = ""  # why it is unclear, as a sentence without capital and full stop
+
+    def sentence(self) -> str:
+        """Return this as a sentence without capital and full stop."""
+        if self.outcome == "unclear":
+            return self.reason
+        if self.outcome == "spiked":
+            return f"the loss diverged: it rose from {self.first:.3g} to {self.last:.3g}, at step {self.step}"
+        if self.constant:
+            return f"the loss did not fall: it was {self.last:.3g} at every step"
+        verb = {"fell": "fell", "rose": "rose", "flat": "did not fall"}[self.outcome]
+        return f"the loss {verb}: {self.first:.4g} at the beginning, {self.last:.4g} at the end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderWait:
+    """How long the steps of a run waited for their loaders."""
+
+    share: float  # of the time of these steps
+    seconds: float
+    steps: int  # without the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +139,8 @@ class Facts:
     source: str = ""  # what it was collected from, such as ``"runs/last"`` or ``"train.log"``
     missing: tuple[str, ...] = ()  # what could not be had, one sentence each, such as "no exit status: only a log"
     lost: Lost | None = None  # that its training was lost, or None: it was not, or nobody knows
+    learning: Learning | None = None  # of a supervised run that ended with status 0; None: it was not judged
+    loader_wait: LoaderWait | None = None  # of the same, or None: nobody knows, or it is no matter
     extra: Mapping[str, Any] = field(default_factory=dict)  # anything else as JSON values, such as versions
 
 

@@ -1,6 +1,7 @@
 """From facts to a verdict: ordered rules, with roles.
 
-1. Status 0 is the end of a run that went well, whatever it printed before; a Guard that was asked to stop says so.
+1. Status 0 is no failure, whatever was printed before; a Guard that was asked to stop says so. Whether the run is
+   called well is another matter (see ``good_ends``).
 2. A hang for which the supervisor ended the attempt, or a request of the user to end it, unless a root had failed
    before it.
 3. Of the roots, the one of the best tier (see ``weighing``), then the earliest: over ranks by time, else by place. A
@@ -21,12 +22,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from holdfast.explain import remarks
 from holdfast.explain.evidence import Facts
+from holdfast.explain.good_ends import shortfalls
 from holdfast.explain.logs.text import quoted
 from holdfast.explain.remarks import kills_counted, last_words, unobserved
 from holdfast.explain.runtime_causes import FROM_OUTSIDE, End, find_end
 from holdfast.explain.signature import Signature
-from holdfast.explain.signatures import WELL, all_signatures, endings
+from holdfast.explain.signatures import UNJUDGED, WELL, all_signatures, endings
 from holdfast.explain.verdict import Verdict
 from holdfast.explain.weighing import CAUGHT, Candidate, find_candidates, in_order
 from holdfast.explain.wording import Judgement, in_words
@@ -34,7 +37,6 @@ from holdfast.explain.wording import Judgement, in_words
 _OTHER_LINE = 3
 _IN_DOUBT = 0.7  # at most, of a good end that something speaks against
 _LEFT_OUT = 2  # lines of an error, as of a sample that is left out, that are no matter where no step was to be made
-_OF_A_CURVE = "Look at the curve of the loss. Where it diverged, lower the learning rate."
 _OF_KILLS = frozenset({"preempted", "host out of memory", "crash"})
 """Families whose lines a process does not survive, whatever the log says of being done."""
 _LEAST_SHOWN = 0.02  # confidence below which another cause is not worth a line
@@ -69,8 +71,11 @@ def judge(facts: Facts) -> Verdict:
     confirmations = [each for each in candidates if each.signature.role == "confirmation"]
     doubt, doubted = _doubt(facts, end, [*roots, *cascades]) if chosen.signature is WELL else ("", None)
     if doubt:
-        fix = doubted.signature.fix if doubted is not None else _OF_A_CURVE if facts.lost is not None else WELL.fix
-        chosen = replace(chosen, signature=replace(WELL, fix=fix), confidence=min(chosen.confidence, _IN_DOUBT))
+        chosen = replace(chosen, confidence=min(chosen.confidence, _IN_DOUBT))
+    if doubted is not None:
+        chosen = replace(chosen, signature=replace(WELL, fix=doubted.signature.fix))
+    elif chosen.signature is WELL:
+        chosen = _as_judged(facts, chosen, is_in_doubt=bool(doubt))
     return in_words(
         Judgement(
             facts=facts,
@@ -89,9 +94,7 @@ def judge(facts: Facts) -> Verdict:
 
 def _doubt(facts: Facts, end: End, candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
     """Return what speaks against a good end, for a title, and the candidate that says so, if one does."""
-    if facts.lost is not None:
-        return f"but {facts.lost.sentence()}", None
-    if end.status != 0:
+    if facts.lost is not None or end.status != 0:
         return "", None
     if (last := last_words(facts)) is not None:
         return "but its last words are a traceback", next((each for each in candidates if last in each.chain), None)
@@ -106,6 +109,20 @@ def _doubt(facts: Facts, end: End, candidates: Sequence[Candidate]) -> tuple[str
     if facts.extra.get("observed") is not None or facts.extra.get("log_says_done") or facts.extra.get("losses"):
         return "and nothing of it was observed" if unobserved(facts) else "", None
     return "and nothing that it printed says how it went", None
+
+
+def _as_judged(facts: Facts, chosen: _Chosen, *, is_in_doubt: bool) -> _Chosen:
+    """Return a good end as what it falls short of, if it does; faults that a Guard found say more than the loss.
+
+    `is_in_doubt`: nothing says how it went.
+    """
+    if remarks.not_saved(facts) is not None or remarks.training_faults(facts):
+        return chosen
+    shortfall = next(iter(shortfalls(facts)), None)
+    if shortfall is None:
+        return replace(chosen, signature=UNJUDGED) if is_in_doubt else chosen
+    confidence = min(chosen.confidence, shortfall.confidence)
+    return replace(chosen, signature=shortfall.signature, confidence=confidence)
 
 
 def _tells_of_a_kill(candidate: Candidate) -> bool:

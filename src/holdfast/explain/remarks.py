@@ -49,6 +49,12 @@ def newest_leak(facts: Facts) -> Event | None:
     return next((event for event in reversed(facts.events) if event.kind == "leak"), None)
 
 
+def newest_trend(facts: Facts) -> Event | None:
+    """Return the newest event of memory that grew from step to step, unless that came to an end."""
+    trend = next((event for event in reversed(facts.events) if event.kind == "memory_trend"), None)
+    return trend if trend is not None and trend.data.get("bytes_per_step") else None
+
+
 def training_faults(facts: Facts) -> list[Event]:
     """Return what a Guard found to be wrong with the training: causes first, then errors, then the surest."""
     found: dict[tuple[str, str], Event] = {}
@@ -105,11 +111,11 @@ def of_good_end(facts: Facts) -> Iterator[str]:
     if unobserved(facts):
         yield "No process of it could be observed (a static program, `python -I`), so nothing says how it went."
     leak = newest_leak(facts)
-    trend = next((event for event in reversed(facts.events) if event.kind == "memory_trend"), None)
+    trend = newest_trend(facts)
     if leak is not None:
         place = leak_place(leak)
         yield f"But memory leaks: {leak.data.get('what', 'objects')} are kept" + (f" at {place}." if place else ".")
-    elif trend is not None and trend.data.get("bytes_per_step"):  # 0: it had ended
+    elif trend is not None:
         yield f"But {trend.data.get('what', 'host')} memory grew from step to step."
     if faults := training_faults(facts):
         what, rule = _line_of(faults[0], "what"), faults[0].data["rule"]

@@ -335,12 +335,20 @@ def _exhibits(command: Ending | None, child: Ending | None, kills: int | None, f
         found.append(Exhibit(text=f"oom_kill rose by {kills}", source="control group", role=role))
     for event in facts.events:
         if event.kind == "memory_trend" and event.data.get("bytes_per_step"):
-            found.append(
-                Exhibit(text=_trend_text(event.data), source="memory trend", unix_seconds=event.unix_seconds)
-            )
+            found.append(exhibit_of_trend(event))
         elif event.kind == "leak":
-            found.append(Exhibit(text=_leak_text(event), source="leak trace", unix_seconds=event.unix_seconds))
+            found.append(exhibit_of_leak(event))
     return (*found[:2], *found[2:][-4:], *_beside(facts))
+
+
+def exhibit_of_trend(event: Event) -> Exhibit:
+    """Return how fast memory grew, as an event says it."""
+    return Exhibit(text=_trend_text(event.data), source="memory trend", unix_seconds=event.unix_seconds)
+
+
+def exhibit_of_leak(event: Event) -> Exhibit:
+    """Return what memory is held by, as the event of a trace says it."""
+    return Exhibit(text=_leak_text(event), source="leak trace", unix_seconds=event.unix_seconds)
 
 
 def _beside(facts: Facts) -> Iterable[Exhibit]:

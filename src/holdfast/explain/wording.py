@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.core.events.event import Event
-from holdfast.explain import remarks
+from holdfast.explain import good_ends, remarks
 from holdfast.explain.evidence import Facts, Frame, Statement, is_own_code, library_file, own_frame
 from holdfast.explain.logs.text import quoted
 from holdfast.explain.rules import all_rules
@@ -87,7 +87,7 @@ def _title(made: Judgement) -> str:
     if signature.id == endings.ENDED_WELL and faults:
         rule = all_rules().get(faults[0].data["rule"])
         return "ended well, but its training has a fault" + (f": {rule.title}" if rule is not None else "")
-    if signature.id == endings.ENDED_WELL and made.doubt:
+    if signature.family == "ended well" and made.doubt:
         return f"{'ended with status 0' if made.end.well else 'came to its end'}, {made.doubt}"
     if signature.id == endings.STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
         return f"ended itself by sys.exit with status {made.end.status}"
@@ -114,10 +114,10 @@ def _summary(made: Judgement, place: str) -> str:
         parts += remarks.of_interruption(made.facts)
     left = remarks.way_out(made.facts) if signature.id == endings.STATUS_ONLY else ""
     if candidate is None or not _is_of_holdfast(candidate):
-        means = "" if signature.id == endings.ENDED_WELL and remarks.unobserved(made.facts) else signature.means
-        parts.append(_sentence(left) if left else means)
-    if signature.id == endings.ENDED_WELL:
+        parts.append(_sentence(left) if left else _meaning(made))
+    if signature.family == "ended well":
         parts += remarks.of_good_end(made.facts)
+        parts += good_ends.sentences(made.facts)
     if signature.id == endings.NOT_SAVED and (lost := remarks.not_saved(made.facts)) is not None:
         parts.append(_sentence(lost))
     parts += remarks.of_interference(made.facts)
@@ -125,6 +125,15 @@ def _summary(made: Judgement, place: str) -> str:
     if leak is not None and remarks.leak_place(leak):
         parts.append(_sentence(f"Memory was kept at {remarks.leak_place(leak)}"))
     return " ".join(filter(None, parts))
+
+
+def _meaning(made: Judgement) -> str:
+    """Return what the cause means; of a good end that falls short, its own sentences say it with the numbers."""
+    signature = made.signature
+    is_judged = signature.family == "ended well" and signature.id != endings.ENDED_WELL
+    if is_judged or (signature.id == endings.ENDED_WELL and remarks.unobserved(made.facts)):
+        return ""
+    return signature.means
 
 
 def _failed(candidate: Candidate, place: str) -> str:
@@ -170,7 +179,9 @@ def _sentence(text: str) -> str:
 
 
 def _fix(made: Judgement) -> str:
-    well = made.signature.id == endings.ENDED_WELL
+    well = made.signature.family == "ended well"
+    if made.signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
+        return made.signature.fix
     leak = remarks.newest_leak(made.facts) if well else _leak(made)
     place = remarks.leak_place(leak) if leak is not None else ""
     if not place:
@@ -189,15 +200,23 @@ def _exhibits(made: Judgement) -> Iterator[Exhibit]:
     candidate = made.candidate
     if made.doubted is not None:
         found.append(_quote(made.doubted.statement, "fact"))
+    if made.signature.family == "ended well":
+        found += good_ends.exhibits(made.facts)
     if candidate is not None:
         found.append(_quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade"))
         found += [_quote(each, "fact") for each in candidate.chain if each is not candidate.statement][:3]
-    found += [*made.end.exhibits, *remarks.exhibits_of_training(made.facts)]
+    found += [*made.end.exhibits, *_fall_of_the_loss(made), *remarks.exhibits_of_training(made.facts)]
     others = [each for each in made.candidates if each is not candidate]
     found += [_quote(each.statement, "confirmation") for each in others if _confirms(made.signature, each)][:3]
     cascades = [each for each in others if each.signature.role == "cascade" and not made.end.well]
     found += [_quote(each.statement, "cascade") for each in cascades][:_MOST_CASCADES]
     yield from list(dict.fromkeys(found))[:_MOST_EXHIBITS]
+
+
+def _fall_of_the_loss(made: Judgement) -> Iterator[Exhibit]:
+    learning = made.facts.learning
+    if made.signature.family == "ended well" and learning is not None and learning.outcome == "fell":
+        yield Exhibit(text=learning.sentence(), source="recorded steps")
 
 
 def _confirms(signature: Signature, other: Candidate) -> bool:

@@ -185,7 +185,7 @@ def _verdict(run: RunSnapshot) -> Panel:
         lines.append(Text.assemble(("Fix: ", "bold"), sanitise(verdict.fix, most=1000)))
     if sure := how_sure(verdict):
         lines.append(Text(f"How sure: {sure}", style="dim"))
-    style = {"well": "green", "unknown": "yellow"}.get(tone(verdict), "red")
+    style = {"well": "green", "unjudged": "bright_black", "unknown": "yellow"}.get(tone(verdict), "red")
     title = Text(f"{sanitise(verdict.title, most=60)} [{sanitise(verdict.cause, most=10)}]")
     return Panel(Group(*lines), title=title, title_align="left", border_style=style, box=box.ROUNDED)
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from holdfast.core.text import sanitise
 from holdfast.explain.signature import FAMILIES, Restart
+from holdfast.explain.signatures.endings import ENDED_WELL, NOT_JUDGED
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json
@@ -88,9 +89,15 @@ def how_sure(verdict: Verdict) -> str:
 
 
 def tone(verdict: Verdict) -> str:
-    """Return how a run is to be looked at: "well", "unknown" of an end that is no failure of its own, or "failed"."""
+    """Return how a run is to be looked at.
+
+    "well"; "unjudged" of an end of which nobody can tell whether it is one; "unknown" of one that something speaks
+    against, or that is no failure of the run's own; or "failed".
+    """
+    if verdict.cause == NOT_JUDGED:
+        return "unjudged"
     if verdict.family == "ended well":  # in doubt the title says what speaks against it, after a comma
-        return "unknown" if ", " in verdict.title else "well"
+        return "well" if verdict.cause == ENDED_WELL and ", " not in verdict.title else "unknown"
     return "unknown" if verdict.family in ("unknown", "preempted") else "failed"
 
 

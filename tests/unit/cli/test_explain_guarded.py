@@ -269,7 +269,7 @@ def test_ctrl_c_is_said_as_an_interruption_by_the_user(tmp_path, where, handled)
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert said_of(tmp_path) == ("H1625" if handled else "H1604", of_family("preempted"))
+    assert said_of(tmp_path) == ("H1623" if handled else "H1604", of_family("preempted"))
 
 
 def test_a_loop_that_was_left_early_is_said_to_be(tmp_path):
@@ -313,7 +313,7 @@ def test_a_stop_by_signal_is_said_with_its_name(tmp_path, name):
         if guard.global_step == 3:
             signal.raise_signal(getattr(signal, name))
     assert guard.global_step == 3
-    assert said_of(tmp_path)[0] == "H1625"
+    assert said_of(tmp_path)[0] == "H1623"
     assert verdict_of(tmp_path)["title"] == "stopped on request"
     assert name in verdict_of(tmp_path)["summary"]
     again, model = guard_of(tmp_path)

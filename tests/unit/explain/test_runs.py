@@ -20,6 +20,7 @@ from holdfast.explain.evidence import Ending, Facts, Statement
 from holdfast.explain.judging import judge
 from holdfast.explain.runs.curves import find_lost
 from holdfast.explain.runs.statements import already_tried
+from holdfast.explain.signatures import UNJUDGED
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, StepSample
@@ -121,11 +122,11 @@ def event(kind: str, /, **data: Any) -> Event:
     [
         ("2.9", 0, traceback_of(SHAPES), "ended with status 0, but no step was made"),
         ("2.9", 0, f"batch 1 left out: {SHAPES}\n" * 3, "ended with status 0, but no step was made"),
-        ("2.9", 0, f"left out: {SHAPES}\n", "ended well"),
-        ("2.9", 0, "skipped: cannot identify image file 'a.jpg'\n" * 9, "ended well"),
-        ("2.9", 3, traceback_of(SHAPES), "ended well"),
-        ("2.9", 0, "wrote 100 samples\n", "ended well"),
-        (None, 0, traceback_of(SHAPES), "ended well"),
+        ("2.9", 0, f"left out: {SHAPES}\n", UNJUDGED.title),
+        ("2.9", 0, "skipped: cannot identify image file 'a.jpg'\n" * 9, UNJUDGED.title),
+        ("2.9", 3, traceback_of(SHAPES), UNJUDGED.title),
+        ("2.9", 0, "wrote 100 samples\n", UNJUDGED.title),
+        (None, 0, traceback_of(SHAPES), UNJUDGED.title),
     ],
 )
 def test_errors_that_were_caught_and_no_step_are_a_doubt(run, version, steps, said, title):
@@ -134,9 +135,10 @@ def test_errors_that_were_caught_and_no_step_are_a_doubt(run, version, steps, sa
     run.process(7, torch=version, steps=steps)
     run.supervisor(("attempt_started", {"attempt": 0}), ("process_ended", {"pid": 7, "status": 0}), ended(0))
     verdict = judge(collect(run.path))
-    assert (verdict.cause, verdict.title) == ("H1601", title)
-    assert (SHAPES in verdict.evidence[0].text) == (title != "ended well")
-    assert ("in_features" in verdict.fix) == (title != "ended well")
+    in_doubt = title != UNJUDGED.title
+    assert (verdict.cause, verdict.title) == ("H1601" if in_doubt else "H1626", title)
+    assert (SHAPES in verdict.evidence[0].text) == in_doubt
+    assert ("in_features" in verdict.fix) == in_doubt
 
 
 def test_an_exception_in_the_log_and_in_the_recording_is_one(run):
@@ -342,23 +344,23 @@ def test_a_run_whose_training_was_lost_did_not_end_well(tmp_path):
     assert any("since step 4" in each.text for each in verdict.evidence)
     assert "from the beginning" in of_run(tmp_path / "first", 0, losses=[NAN] * 3).title
     assert "rose from 1 to 1e+36, since step 3" in of_run(tmp_path / "up", 0, losses=(1.0, 1.0, *[1e36] * 9)).title
-    for name, losses in {"well": (1.0, 0.8, 0.7), "unread": [None] * 30}.items():
-        well = of_run(tmp_path / name, 0, losses=losses)
-        assert (well.title, well.fix) == ("ended well", "Nothing is to be done.")
-        assert "caught" not in well.summary
+    assert of_run(tmp_path / "unread", 0, losses=[None] * 30).cause == "H1626"
+    well = of_run(tmp_path / "well", 0, losses=[1.0 / step for step in range(1, 40)])
+    assert (well.title, well.fix) == ("ended well", "Nothing is to be done.")
+    assert "caught" not in well.summary
 
 
 @pytest.mark.parametrize(("output", "lost"), PRINTED)
 def test_a_loss_that_is_only_printed_says_that_a_training_was_lost(tmp_path, output, lost):
     """Where nobody saw a loss the lines of the log count, but not those of an evaluation."""
     verdict = of_run(tmp_path / "run", 0, output=output)
-    assert verdict.cause == ("H1617" if lost else "H1601"), verdict.title
+    assert verdict.cause == ("H1617" if lost else "H1626"), verdict.title
     assert lost in verdict.title
 
 
 def test_what_was_recorded_of_a_loss_is_surer_than_what_was_printed(tmp_path):
     """A printed NaN is no lost training where the recorded losses are good."""
-    assert of_run(tmp_path / "seen", 0, output="loss nan\nloss nan\n", losses=(0.5, 0.4)).cause == "H1601"
+    assert of_run(tmp_path / "seen", 0, output="loss nan\nloss nan\n", losses=(0.5, 0.4)).cause == "H1626"
 
 
 FINDING = {

@@ -94,6 +94,15 @@ def test_events_are_marks_on_the_first_panel_by_how_bad_they_are(tmp_path):
 def test_colours_say_how_the_run_is_to_be_looked_at():
     """A run that did not learn is not green, and one that somebody stopped is not red."""
     fault = "ended well, but its training has a fault: the weights stand still"
-    told = [("ended well", "ended well"), ("ended well", fault), ("preempted", "terminated"), ("numerics", "NaN")]
-    found = [tone(verdict_from({"cause": "H1", "family": family, "title": title})) for family, title in told]
-    assert found == ["well", "unknown", "unknown", "failed"]
+    verdicts = [
+        ("H1601", "ended well", "ended well"),
+        ("H1601", "ended well", fault),
+        ("H1625", "ended well", "finished, but the loss did not fall"),
+        ("H1626", "ended well", "finished; learning was not judged"),
+        ("H1603", "preempted", "terminated"),
+        ("H1617", "numerics", "NaN"),
+    ]
+    tones = [
+        tone(verdict_from({"cause": cause, "family": family, "title": title})) for cause, family, title in verdicts
+    ]
+    assert tones == ["well", "unknown", "unknown", "unjudged", "unknown", "failed"]

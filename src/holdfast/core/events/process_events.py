@@ -209,6 +209,12 @@ class TorchImported(EventData):
     version: str
 
 
+class EnvironmentsImported(EventData):
+    """A package of environments for reinforcement learning was imported, so a loss need not measure progress."""
+
+    package: str
+
+
 class ExceptionRaised(EventData):
     """An exception ended a thread, or the process (`fatal`): its text, frames and causes."""
 

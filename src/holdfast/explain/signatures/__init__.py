@@ -1,7 +1,7 @@
 """The catalogue of signatures: every known way to fail, by its id. The entries are the YAML files beside this module.
 
-A file is a list of entries, and an entry holds the fields of `Signature`. That of a run that ended well is here:
-`holdfast run` needs no other where nothing failed, and to read the files takes as long as all that it does.
+A file is a list of entries, and an entry holds the fields of `Signature`. The two of a run in which nothing failed
+are here: `holdfast run` needs no other then, and to read the files takes as long as all that it does.
 Does not: match them (see ``weighing``).
 """
 
@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from holdfast.explain.signature import Signature
-from holdfast.explain.signatures.endings import ENDED_WELL, UNCAUGHT
+from holdfast.explain.signatures.endings import ENDED_WELL, NOT_JUDGED, UNCAUGHT
 from holdfast.explain.signatures.leaks import KINDS, signature_of
 
 _KINDS_OF_UNKNOWN = "kinds.yaml"
@@ -22,12 +22,23 @@ WELL = Signature(
     fix="Nothing is to be done.",
     false_positives="A script that catches its own failure and exits with 0 looks the same.",
 )  # fmt: skip
+UNJUDGED = Signature(
+    id=NOT_JUDGED,
+    title="finished; learning was not judged",
+    family="ended well",
+    rank=90,
+    means="The command ended with status 0. Whether it did what it was meant to do, holdfast cannot tell.",
+    fix=(
+        "Look at what the script measures itself, such as its validation. A loss is judged where an optimizer "
+        "made at least ten steps with it and its fall means progress; a Guard looks at more than the loss."
+    ),
+)
 
 
 @functools.cache
 def all_signatures() -> dict[str, Signature]:
     """Return every signature by its id, in the order of the ids."""
-    found: dict[str, Signature] = {WELL.id: WELL}
+    found: dict[str, Signature] = {WELL.id: WELL, UNJUDGED.id: UNJUDGED}
     for entry in _entries():
         signature = _signature(entry)
         if signature.id in found:

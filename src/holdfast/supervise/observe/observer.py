@@ -47,6 +47,8 @@ _RANKS = {
     "local_rank": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
 }
+# Who imports one of these trains by reward, so that the loss need not fall.
+_ENVIRONMENTS = ("gymnasium", "gym", "pettingzoo", "dm_env", "stable_baselines3", "torchrl", "ray.rllib")
 _MOST_NOTES = 20
 _observer: Observer | None = None
 
@@ -82,6 +84,8 @@ class Observer:
         on_recording(self._on_guard)
         logged.install(self.watch, self.failed)
         self.watch.when_imported("torch", self._on_torch)
+        for package in _ENVIRONMENTS:
+            self.watch.when_imported(package, self._on_environments)
 
     def _forget(self) -> None:
         """Be as if nothing was opened yet."""
@@ -204,6 +208,11 @@ class Observer:
         from holdfast.core.events import process_events
 
         self.emit(process_events.Guard(path=str(path)))
+
+    def _on_environments(self, package: Any) -> None:
+        from holdfast.core.events import process_events
+
+        self.emit(process_events.EnvironmentsImported(package=package.__name__))
 
     def _on_torch(self, torch: Any) -> None:
         from holdfast.core.events import process_events

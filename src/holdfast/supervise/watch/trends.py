@@ -28,6 +28,7 @@ What = Literal["host", "device"]
 _MOST_READINGS = 2_000  # the slope of a long run needs no more, and the test compares pairs of its windows only
 _MOST_STEPS = 32_768  # of what was before a leak may have begun
 _SURE_AFTER = 1.25  # times the steps at which it was suspected: what still warms up has mostly come to rest by then
+_LEAST_LOOKING_BACK = 64 * 2**20  # bytes by which a run that is over must have grown to be worth a word
 _MOST_SHOWN = 200
 _AGAIN_AFTER = 2.0  # a prediction is emitted again when it has come down to half
 
@@ -49,6 +50,11 @@ class _Readings:
         if len(self.kept) < _MOST_READINGS // 4:  # steps have become faster, so that fewer of them are read
             self.every = max(1, self.every // 2)
 
+    def grew_before(self) -> bool:
+        """Return whether memory grew already in the part after which a suspicion is sure."""
+        count = int(len(self.kept) / _SURE_AFTER)
+        return find_growth([reading for _, reading in self.kept[:count]]) is not None
+
 
 @dataclass(slots=True)
 class _State:
@@ -57,6 +63,7 @@ class _State:
     events: EventFollower
     samples: SampleFollower
     steps: int = 0  # that were followed
+    step: int = 0  # the newest
     readings: dict[What, _Readings] = field(default_factory=lambda: {"host": _Readings(), "device": _Readings()})
     said: dict[str, float | None] = field(default_factory=dict)  # by what, the minutes that were left
     suspected: dict[str, int] = field(default_factory=dict)  # by what, the step at which it was first seen to grow
@@ -81,6 +88,7 @@ class Trends:
         self._states: dict[str, _State] = {}
         self._printed: set[str] = set()
         self._pause_until = 0.0
+        self._is_over = False
 
     def look(self) -> None:
         """Read what is new, test it, and emit what has changed."""
@@ -99,6 +107,15 @@ class Trends:
         # A ring that was written around meanwhile takes a fifth of a second: at most 1 % of the time is spent on it.
         self._pause_until = began + 100 * (self._clock() - began)
 
+    def look_back(self) -> None:
+        """Look once more, at what an attempt that is over has recorded since the last look.
+
+        A short one was never looked at, and it is over: nothing is printed, and nobody can trace it any more.
+        """
+        self._pause_until = 0.0
+        self._is_over = True
+        self.look()
+
     def _say_once(self, line: str, key: str | None = None) -> None:
         """Print a line; of many ranks with the same key the first one."""
         if (key or line) not in self._printed:
@@ -107,7 +124,9 @@ class Trends:
 
     def _look_at(self, folder: Path, pid: int, state: _State) -> None:
         samples = state.samples.new(hold_back=False)
-        if not samples:
+        if samples:
+            state.step = samples[-1].step
+        elif not self._is_over:
             return
         first, state.steps = state.steps + 1, state.steps + len(samples)
         for what, readings in state.readings.items():
@@ -124,8 +143,15 @@ class Trends:
                 if what in state.said:
                     del state.said[what]
                     self._emit(MemoryTrend(pid=pid, what=what, bytes_per_step=0))
-            elif (step := samples[-1].step) >= _SURE_AFTER * state.suspected.setdefault(what, step):
+            elif self._is_sure(state, what, growth):
                 self._on_growth(folder, pid, state, what, growth)
+
+    def _is_sure(self, state: _State, what: What, growth: Growth) -> bool:
+        """Return whether memory went on growing after it was suspected to, or did so in all of a run that is over."""
+        if state.step >= _SURE_AFTER * state.suspected.setdefault(what, state.step):
+            return True
+        is_large = growth.grown_bytes >= _LEAST_LOOKING_BACK
+        return self._is_over and is_large and state.readings[what].grew_before()
 
     def _on_growth(self, folder: Path, pid: int, state: _State, what: What, growth: Growth) -> None:
         left = self._available() if what == "host" else None
@@ -141,7 +167,7 @@ class Trends:
             signature=signature_of("trend", on_host=what == "host"),
         )  # fmt: skip
         self._emit(trend)
-        if first:
+        if first and not self._is_over:
             until = "" if minutes is None else f", used up in about {duration(60 * minutes)}"
             where = "memory" if what == "host" else "memory of the device"
             self._say_once(f"{where} grows by {size(growth.bytes_per_step)} a step{until}", what)

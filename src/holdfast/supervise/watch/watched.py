@@ -32,7 +32,7 @@ from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
 _REFRESH_SECONDS = 0.5
 _MOST_ENDED = 64
 _NOTHING_LOGGED = {PROCESS_FILE, BOARD_FILE, FAULTHANDLER_FILE, EVENTS_FILE}
-_GOOD_END = "torch_imported", "exiting"
+_GOOD_END = "torch_imported", "environments_imported", "exiting"
 _TICK_NS = 1_000_000_000  # file times are as coarse as 10 ms, some file systems' 1 s
 _NAME = re.compile(r"\d{1,20}-\d{1,20}")
 _UNKNOWN = Standing(pid=0, phase=Phase.STARTING, since_seconds=0.0, progress=0, step=0, micro_step=0)

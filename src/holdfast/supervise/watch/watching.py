@@ -6,6 +6,7 @@ A fault in one of them is recorded and ends that thread, never the supervisor. T
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,11 +42,16 @@ def watching(
 
     def follow_memory() -> None:
         trends = None
+        began = time.monotonic()
         while not stop.wait(_TREND_SECONDS):
             from holdfast.supervise.watch.trends import Trends
 
             trends = trends or Trends(run, emit=emit, say=say, attempt=attempt)
             trends.look()
+        if time.monotonic() - began >= _FIRST_SECONDS:
+            from holdfast.supervise.watch.trends import Trends
+
+            (trends or Trends(run, emit=emit, say=say, attempt=attempt)).look_back()
 
     def guarded(name: str, body: Callable[[], None]) -> None:
         try:

@@ -1,0 +1,147 @@
+"""What keeps a run that ended with status 0 from being called well.
+
+Status 0 says that the command came to its end, and nothing of what it was for. A run is called well only where its
+loss fell and nothing below applies.
+
+Does not: choose between causes of a failure (see ``judging``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from holdfast.core.text import duration, size
+from holdfast.explain import remarks
+from holdfast.explain.evidence import Facts
+from holdfast.explain.runtime_causes import exhibit_of_leak, exhibit_of_trend
+from holdfast.explain.signature import Signature
+from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
+from holdfast.explain.verdict import Exhibit
+
+_MOST_WAITING = 0.5
+"""Share of the time of its steps that a run may wait for its loader."""
+_SURE = 0.9
+"""Confidence in what was measured: the loss, the time, the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """One thing that a good end lacks."""
+
+    id: str  # of its signature
+    title: str  # what is wrong, in a few words, with the numbers
+    sentence: str = ""  # the same for the summary; empty if other sentences of the summary say so
+    confidence: float = _SURE
+    exhibits: tuple[Exhibit, ...] = ()  # what it rests on
+
+    @property
+    def signature(self) -> Signature:
+        """Return what the catalogue says of it, as an end that is no failure."""
+        signature = UNJUDGED if self.id == UNJUDGED.id else all_signatures()[self.id]
+        return replace(signature, title=self.title, family="ended well")
+
+
+def shortfalls(facts: Facts) -> list[Shortfall]:
+    """Return everything that keeps a good end from being called well, the weightiest first."""
+    candidates = (rule(facts) for rule in RULES)
+    return [shortfall for shortfall in candidates if shortfall is not None]
+
+
+def loss_diverged(facts: Facts) -> Shortfall | None:
+    """The loss ended far above where it began; one that is beyond use is a failure of its own, H1617."""
+    if facts.lost is None or facts.lost.exploded:
+        return None
+    sentence = facts.lost.sentence()
+    return Shortfall(id=endings.NOT_LEARNED, title=f"finished, but {sentence}", sentence=f"But {sentence}.")
+
+
+def loss_did_not_fall(facts: Facts) -> Shortfall | None:
+    """The loss that the optimizer minimised is no lower at the end, or it rose a thousandfold on the way."""
+    learning = facts.learning
+    if learning is None or learning.outcome not in ("flat", "spiked"):
+        return None
+    sentence = learning.sentence()
+    return Shortfall(
+        id=endings.NOT_LEARNED,
+        title=f"finished, but {sentence}",
+        sentence=f"But {sentence}.",
+        exhibits=(Exhibit(text=sentence, source="recorded steps"),),
+    )
+
+
+def memory_grew(facts: Facts) -> Shortfall | None:
+    """Memory was still growing at a steady pace when the run ended."""
+    leak = remarks.newest_leak(facts)
+    trend = remarks.newest_trend(facts)
+    event = leak or trend
+    if event is None:
+        return None
+    named = event.data.get("signature")
+    cause = named if isinstance(named, str) and named in all_signatures() else endings.MEMORY_GREW
+    if trend is None:
+        return Shortfall(id=cause, title="finished, but memory leaks", exhibits=(exhibit_of_leak(event),))
+    grows = trend.data["bytes_per_step"]
+    pace = f", by {size(grows)} a step" if isinstance(grows, (int, float)) else ""
+    kind = "memory of the device" if trend.data.get("what") == "device" else "memory"
+    title = f"finished, but its {kind} grew until the end{pace}"
+    return Shortfall(id=cause, title=title, exhibits=(exhibit_of_trend(trend),))
+
+
+def waited_for_loader(facts: Facts) -> Shortfall | None:
+    """The steps spent most of their time in waiting for batches."""
+    wait = facts.loader_wait
+    if wait is None or wait.share < _MOST_WAITING:
+        return None
+    words = f"{wait.share:.0%} of the time of its steps went into waiting for the loader"
+    text = f"{words}: {duration(wait.seconds)} in {wait.steps:,} steps"
+    return Shortfall(
+        id=endings.WAITED_FOR_LOADER,
+        title=f"finished, but {words}",
+        sentence=f"But {words}.",
+        exhibits=(Exhibit(text=text, source="recorded steps"),),
+    )
+
+
+def learning_was_not_judged(facts: Facts) -> Shortfall | None:
+    """Nobody can tell from the loss whether it learned."""
+    learning = facts.learning
+    if learning is None or learning.outcome not in ("unclear", "rose"):
+        return None
+    title = UNJUDGED.title
+    reason = learning.sentence()
+    if learning.outcome == "rose":
+        title = f"finished, and {reason}; learning was not judged"
+        reason += ", which an objective that changes can explain, and a learning rate that is too high"
+    return Shortfall(
+        id=endings.NOT_JUDGED,
+        title=title,
+        sentence=f"Whether it learned was not judged: {reason}.",
+        confidence=0.0,
+    )
+
+
+RULES: tuple[Callable[[Facts], Shortfall | None], ...] = (
+    loss_diverged,
+    loss_did_not_fall,
+    memory_grew,
+    waited_for_loader,
+    learning_was_not_judged,
+)
+"""The order is that of their weight: what the first one says becomes the title."""
+
+
+def sentences(facts: Facts) -> Iterator[str]:
+    """Yield what a good end lacks, for the summary; or what makes it one."""
+    for shortfall in shortfalls(facts):
+        if shortfall.sentence:
+            yield shortfall.sentence
+    if facts.learning is not None and facts.learning.outcome == "fell":
+        sentence = facts.learning.sentence()
+        yield f"{sentence[:1].upper()}{sentence[1:]}."
+
+
+def exhibits(facts: Facts) -> Iterator[Exhibit]:
+    """Yield what the shortfalls rest on."""
+    for shortfall in shortfalls(facts):
+        yield from shortfall.exhibits

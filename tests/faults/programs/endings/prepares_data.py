@@ -1,0 +1,4 @@
+"""A script without torch."""
+
+words = ["it", "commits", "or", "it", "leaves", "no", "trace"]
+print(len(set(words)), "words")
