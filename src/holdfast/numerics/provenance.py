@@ -142,8 +142,11 @@ def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None
     """Return the first tensor of a batch, by name, that holds NaN, or None."""
     tracer = OriginTracer({}, [("input", name, tensor) for name, tensor in tensors], batch_size)
     for _, tensor in tensors:
-        if nonfinite(tensor) is not None and _holds_nan(tensor):
-            return _describe(tracer.find(tensor), hidden=False)
+        if nonfinite(tensor) is None:
+            continue
+        suspect = tracer.find(tensor)
+        if suspect.produced.nan:
+            return _describe(suspect, hidden=False)
     return None
 
 
