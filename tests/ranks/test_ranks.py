@@ -171,8 +171,7 @@ def test_a_loss_over_all_ranks_is_not_replayed_by_one(tmp_path):
     for of_rank, reasons in all_returned(found := run_ranks(with_own_collective, 2, tmp_path)):
         assert torch.equal(of_rank, found[0].returned[0])
         assert [number for number, reason in enumerate(reasons) if reason] == [2]
-        assert "rank 1: the replay failed" in reasons[2]
-        assert "needs the other ranks" in reasons[2]
+        assert "rank 1: " in reasons[2]
 
 
 def spiking(rank, run):

@@ -76,7 +76,7 @@ class Provenance:
     origin: Origin | None = None  # the operation, parameter or input; None if it is not known
     samples: tuple[int, ...] = ()  # positions in the batch without which the step is sound, if there are such
     problem: str = ""  # why there is no origin; empty if there is one
-    rank: int | None = None  # where it came up, of several ranks
+    where: str = ""  # the rank or ranks that it came up on; empty in a process that trains alone
 
 
 @dataclass(slots=True, kw_only=True)

@@ -37,6 +37,17 @@ class UntraceableError(Exception):
     """A step holds NaN or Inf, and not all of its operations can be examined; says why."""
 
 
+class NeedsOtherRanksError(RuntimeError):
+    """A rank that makes a step again by itself has come to a collective of the loss or the model.
+
+    `given` holds what the collective was called with, tensors among other things.
+    """
+
+    def __init__(self, collective: str, given: Sequence[object] = ()) -> None:
+        super().__init__(f"{collective} needs the other ranks, and this one makes the step again by itself")
+        self.given = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """Where NaN or Inf came from, as facts that JSON can hold.
@@ -57,6 +68,7 @@ class Origin:
     line: str  # such as "model.py:12 in forward": the user's code, in the backward pass that of the forward one
     mechanism: str  # how it happened, one clause
     confidence: Confidence  # "certain": the operands bear the mechanism out
+    sent: bool = False  # it went into a collective of the loss or the model, and so to other ranks
 
     def __str__(self) -> str:
         if self.kind in ("operation", "finite_overflow"):
@@ -69,6 +81,8 @@ class Origin:
             parts.append(f"of {', '.join(map(str, self.operands))}")
         if self.samples:
             parts.append(f"rows {_some(self.samples)}")
+        if self.sent:
+            parts.append("went to the other ranks in a collective of the loss or the model")
         if self.parameters and self.kind != "parameter":
             parts.append(f"hits the gradient of {_some(self.parameters)}")
         return "; ".join(parts)
@@ -91,6 +105,9 @@ def trace(
     backward into ``.grad`` of `parameters`, and returns the detached loss, shape ``()``. Parts of a single model
     called ``"model"`` keep their bare paths. `batch_size` is as `run_once` passes the batch to the model; None if
     unknown. `UntraceableError` if operations that may be to blame could not be examined.
+
+    Where `run_once` raises `NeedsOtherRanksError`, what came before is looked at, and `UntraceableError` is raised if
+    all of that was finite.
     """
     known: list[tuple[Kind, str, torch.Tensor]] = [("input", name, tensor) for name, tensor in batch_tensors]
     known += [("parameter", name, tensor) for name, tensor in parameters]
@@ -99,8 +116,14 @@ def trace(
         known += [("parameter", prefix + name, tensor) for name, tensor in model.named_parameters()]
         known += [("buffer", prefix + name, tensor) for name, tensor in model.named_buffers()]
     tracer = OriginTracer(dict(models), known, batch_size)
+    collective: NeedsOtherRanksError | None = None
     with eager(), tracer:
-        loss = run_once()
+        try:
+            loss = run_once()
+        except NeedsOtherRanksError as error:
+            collective = error
+    if collective is not None:
+        return _before_a_collective(tracer, collective)
     hidden = nonfinite(loss) is None
     hit = [(name, p.grad) for name, p in parameters if p.grad is not None and nonfinite(p.grad) is not None]
     if hidden and not hit:
@@ -113,6 +136,35 @@ def trace(
     if culprit.kind == "parameter":
         return origin
     return replace(origin, parameters=tuple(name for name, _ in hit[:_MOST_PARAMETERS]))
+
+
+def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None) -> Origin | None:
+    """Return the first tensor of a batch, by name, that holds NaN, or None."""
+    tracer = OriginTracer({}, [("input", name, tensor) for name, tensor in tensors], batch_size)
+    for _, tensor in tensors:
+        if nonfinite(tensor) is None:
+            continue
+        suspect = tracer.find(tensor)
+        if suspect.produced.nan:
+            return _describe(suspect, hidden=False)
+    return None
+
+
+def _before_a_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -> Origin:
+    """Return where NaN or Inf came up before a collective, at best that which the collective was given."""
+    bad = [tensor for tensor in collective.given if nonfinite(tensor) is not None]
+    ends = [(tracer.find(tensor), _holds_nan(tensor)) for tensor in bad]
+    # A tensor that nothing was seen to write is one that the collective is to fill.
+    sent = [end for end in ends if end[0].kind != "constant"]
+    if sent:
+        return replace(_describe(_find_culprit(sent, tracer.suspects), hidden=False), sent=True)
+    accidental = [suspect for suspect in tracer.suspects if not _on_purpose(suspect)]
+    if not accidental:
+        raise UntraceableError(
+            "what was computed before it was finite, and one rank cannot make a collective again by itself"
+        )
+    culprit = _find_culprit([(accidental[0], accidental[0].produced.nan > 0)], tracer.suspects)
+    return _describe(culprit, hidden=False)
 
 
 def _holds_nan(tensor: torch.Tensor) -> bool:

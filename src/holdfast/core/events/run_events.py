@@ -178,6 +178,16 @@ class RankIsSlow(EventData):
     peak_bytes: tuple[int, ...] = ()  # since each process began
 
 
+class OwnCollectives(EventData):
+    """The loss or the model was seen to begin collectives by itself (`count` in this step), for the first time."""
+
+    count: int
+    why: str = (
+        "a rank that runs out of memory and has not come to one of them ends all ranks (H401), no rank splits or "
+        "recomputes by itself, and NaN is traced up to the first of them"
+    )
+
+
 class ImageAdded(EventData):
     """An image was written, relative to the run directory; and how many of its values were odd."""
 

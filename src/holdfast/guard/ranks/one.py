@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from holdfast.checkpoint.saver import Share, Writers
-from holdfast.core.events.run_events import RankIsSlow
+from holdfast.core.events.run_events import OwnCollectives, RankIsSlow
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.parts import Parts
@@ -75,6 +75,9 @@ class OneRank:
     spare_memory: Callable[[], None] = staticmethod(lambda: None)
     """Lets optimizers need less memory, called on all ranks where one has run out of it."""
 
+    why_only_retry: str | None = None
+    """Why this rank, if its memory is short, may do no more than make the same attempt again; None: it may."""
+
     @property
     def has_parted(self) -> bool:
         """Return whether the others do not wait for this rank any more, and need not answer it."""
@@ -93,9 +96,15 @@ class OneRank:
     def check_terms(self, terms: Terms) -> None:
         """Raise H203 for a loss of which ranks cannot make one mean."""
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the parts of a batch are run; `shared` follows."""
+    def apart(self, *, by_itself: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the parts of a batch are run; `shared` follows.
+
+        `by_itself`: this rank cuts its batch since its memory was short, and not because the policy says so.
+        """
         return _NOTHING
+
+    def check_parts(self) -> None:
+        """Raise H401 between the parts of a batch if they talk to ranks that may make fewer parts."""
 
     def shared(self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False) -> Passed:
         """Reduce the gradients of a batch that was run in parts; they count by its items, or alike if `added`."""
@@ -108,12 +117,19 @@ class OneRank:
     def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
         """Begin what other ranks still wait for, and let all begin anew; H401 if that cannot be."""
 
+    def take_news(self) -> OwnCollectives | None:
+        """Return what this rank has noticed in a step since this was last asked, or None."""
+        return None
+
     def falls_behind(self) -> bool:
         """Note that the optimizer has failed half-way; return whether the state of another rank will be taken."""
         return False
 
-    def origin(self, find: Callable[[], Provenance]) -> Provenance:
-        """Find out where NaN or Inf of a step that all have taken back came from."""
+    def origin(self, find: Callable[[], Provenance], look: Callable[[], Provenance]) -> Provenance:
+        """Find out where NaN or Inf of a step that all have taken back came from.
+
+        `find` makes the step again on this rank, and `look` only looks at its batch.
+        """
         return find()
 
     # --- the loop -------------------------------------------------------------------------------------------

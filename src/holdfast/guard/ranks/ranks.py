@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.saver import Writers
 from holdfast.core.errors import BatchError, OutOfMemoryError, PolicyError, RankError
-from holdfast.core.events.run_events import RankIsSlow
+from holdfast.core.events.run_events import OwnCollectives, RankIsSlow
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.arrival import watch_arrival
@@ -33,6 +33,7 @@ from holdfast.guard.ranks.replicated import Replicated
 from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Place, Rows, Said
 from holdfast.guard.ranks.sharded import Sharded
 from holdfast.guard.ranks.shared_state import healthy, take_state, without_help
+from holdfast.guard.ranks.tape import Tape
 from holdfast.guard.result import Attempt, Passed, Provenance
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
@@ -62,8 +63,9 @@ class Ranks(OneRank):
         self.open, self.close = self._messages.open, self._messages.close
         self.shares, self.ignored = model.shares, model.ignored
         self.writers = Writers() if self.rank == 0 else None
+        self._tape = Tape(self._messages)
+        model.record(self._tape)
         if isinstance(model, Sharded):
-            model.record(self._messages)
             self.plan = self._plan_of_failed
             self.share = partial(model.share, is_first=self.rank == 0)
             self.writers = SharedWriters(self.rank, self._messages)
@@ -75,6 +77,10 @@ class Ranks(OneRank):
         self._before: float | None = None  # as that, before this step
         self._counted = False  # the items of this step must be whole
         self._is_alone = False
+        self._splits_by_itself = False  # since its memory was short
+        self._own_collectives = 0  # of the loss or the model, in the newest attempt that all have made
+        self._has_own_collectives = False  # in any
+        self._news: OwnCollectives | None = None
         self._stop: _Stop | None = None
         self._saves: _Saves | None = None
         self._cursor: Cursor | None = None
@@ -131,7 +137,9 @@ class Ranks(OneRank):
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
         self._messages.check_here()
-        pending = PendingRow(self._said(**said), loss, items, self._model.device, self._model.group)
+        row = self._said(**said)
+        self._model.row_begins()
+        pending = PendingRow(row, loss, items, self._model.device, self._model.group)
         self._model.row_begun()
         return pending
 
@@ -168,6 +176,7 @@ class Ranks(OneRank):
         self._rows = rows = self._pending.rows()
         if rows.failed:
             return rows
+        self._notice(self._model.own_collectives())
         assert self._reference is not None
         for row in rows.each:
             check_count(row[2] if row[7] else row[2] or math.nan, counted=self._counted)
@@ -175,6 +184,19 @@ class Ranks(OneRank):
         if factor != 1.0:
             torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
         return rows
+
+    def _notice(self, own_collectives: int) -> None:
+        self._own_collectives = own_collectives
+        if own_collectives and not self._has_own_collectives:
+            self._has_own_collectives = True
+            self._news = OwnCollectives(count=own_collectives)
+            if not isinstance(self._model, Sharded):  # of which all ranks recompute the same
+                self.why_only_retry = "the loss or the model talks to the other ranks, as often as they do"
+
+    def take_news(self) -> OwnCollectives | None:
+        """Return what this rank has noticed in a step since this was last asked, or None."""
+        news, self._news = self._news, None
+        return news
 
     def _hear(self, rows: Rows) -> None:
         assert self._stop is not None
@@ -246,8 +268,10 @@ class Ranks(OneRank):
 
     def _pay(self) -> str | None:
         if isinstance(self._model, Sharded):
-            self._model.follow(self._fail_row)
-            return None
+            return self._model.follow(self._fail_row)
+        hindered: str | None = self._model.wait_for_others()
+        if hindered is not None:
+            return hindered
         failed = self._pending is None
         if failed:
             self._pending = self._begin_row(math.nan, 1.0, failed=True)
@@ -301,12 +325,27 @@ class Ranks(OneRank):
 
     # --- a batch in parts -------------------------------------------------------------------------------------
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the parts of a batch are run; `shared` follows."""
+    def apart(self, *, by_itself: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the parts of a batch are run; `shared` follows.
+
+        `by_itself`: this rank cuts its batch since its memory was short, and not because the policy says so.
+        """
+        self._splits_by_itself = by_itself
         if (what := self._model.why_not_apart) is not None:
             raise _not_yet(what)
         context: contextlib.AbstractContextManager[None] = self._model.apart()
         return context
+
+    def check_parts(self) -> None:
+        """Raise H401 between the parts of a batch if they talk to ranks that may make fewer parts."""
+        if not self._splits_by_itself or self._is_alone or not self._tape.collectives.begun():
+            return
+        raise OutOfMemoryError(
+            f"rank {self.rank} makes its batch in parts, since it has run out of memory before",
+            limit="each part begins collectives of the loss or the model, which the other ranks begin once",
+            fix="use a smaller batch or model, or set micro_batch_size for all ranks, and start all of them again.",
+            rule="H401",
+        )
 
     def shared(self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False) -> Passed:
         """Reduce the gradients of a batch that was run in parts; they count by its items, or alike if `added`."""
@@ -320,22 +359,47 @@ class Ranks(OneRank):
 
     # --- NaN and Inf ------------------------------------------------------------------------------------------
 
-    def origin(self, find: Callable[[], Provenance]) -> Provenance:
-        """Find out on which rank NaN or Inf came up, and there where it came from."""
+    def origin(self, find: Callable[[], Provenance], look: Callable[[], Provenance]) -> Provenance:
+        """Find out on which rank NaN or Inf came up, and there where it came from.
+
+        `find` makes the step again on this rank up to its first collective, and `look` only looks at its batch.
+        """
         assert self._rows is not None
-        suspects, alone = self._rows.suspects(), self._model.why_not_alone
-        own = Provenance(problem=alone or "it came up on another rank")
-        if alone is None:
-            self._model.rebuild()
-            if self.rank in suspects:
-                with self.alone():
-                    own = find()
+        suspects = self._rows.suspects()
+        own = self._own_provenance(suspects, find, look)
+        is_sent = own.origin is not None and own.origin.sent
         text = str(own.origin) if own.origin is not None else own.problem
-        found = self._messages.exchange("origin", [own.origin is not None, text])
-        rank = next((rank for rank in suspects if found[rank][0]), suspects[0])
-        if rank == self.rank:
-            return replace(own, rank=rank)
-        return Provenance(problem=found[rank][1], rank=rank)
+        has_collectives = self._own_collectives > 0
+        reports = self._messages.exchange("origin", [own.origin is not None, is_sent, text, has_collectives])
+        return self._blamed(own, suspects, [_Report(*report) for report in reports])
+
+    def _own_provenance(
+        self, suspects: list[int], find: Callable[[], Provenance], look: Callable[[], Provenance]
+    ) -> Provenance:
+        """Return what this rank finds out by itself."""
+        if self._model.why_not_alone is not None:
+            return replace(look(), problem=self._model.why_not_alone)
+        self._model.rebuild()  # on all ranks
+        # A collective of the loss may have carried NaN from a rank whose own loss is finite to the others.
+        if self.rank not in suspects and not self._own_collectives:
+            return Provenance(problem="it came up on another rank")
+        with self.alone():
+            return find()
+
+    def _blamed(self, own: Provenance, suspects: list[int], reports: list[_Report]) -> Provenance:
+        """Return where it came up. Only the rank that has found the origin has its details."""
+        sent = [rank for rank, report in enumerate(reports) if report.is_sent]
+        likely = [rank for rank in suspects if reports[rank].has_origin]
+        ranked = [*(rank for rank in sent if rank in suspects), *likely, *sent]
+        if ranked:
+            where = _listed(ranked[:1])
+            if ranked[0] == self.rank:
+                return replace(own, where=where)
+            return Provenance(problem=reports[ranked[0]].text, where=where)
+        where = _listed(suspects)
+        if any(report.has_collectives for report in reports):
+            where += ", after a collective of the loss or the model"
+        return Provenance(problem=reports[suspects[0]].text, where=where)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -366,7 +430,10 @@ class Ranks(OneRank):
         peak = peak_bytes(self._model.device)
         if not self._model.sends_before_row:
             self._messages.begin_step()
-            return self._begin_row(0.0, peak, kind=EPOCH_END, failed=self._is_behind).rows()
+            self._tape.begin()
+            rows = self._begin_row(0.0, peak, kind=EPOCH_END, failed=self._is_behind).rows()
+            self._tape.end()
+            return rows
         place = self._place()
         where = f"is at the end of epoch {place.epoch}"
         if place.passed:
@@ -473,6 +540,23 @@ class Ranks(OneRank):
             self._saves.let_finish()
         self._messages.publish(behind or error)
         return behind
+
+
+class _Report(NamedTuple):
+    """What a rank has found out about NaN or Inf by itself."""
+
+    has_origin: bool
+    is_sent: bool  # it went into a collective of the loss or the model
+    text: str
+    has_collectives: bool  # the loss or the model has some
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Return the ranks as people list them."""
+    *others, last = map(str, ranks)
+    if not others:
+        return f"rank {last}"
+    return f"ranks {', '.join(others)} and {last}"
 
 
 class _Stop(StopRequest):

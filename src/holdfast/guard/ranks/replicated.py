@@ -16,7 +16,10 @@ import torch
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from holdfast.guard.ranks.collectives import NoCollectives
+from holdfast.guard.ranks.tape import ROW, Tape
+from holdfast.memory.oom import find_out_of_memory
 
 # Hooks that keep nothing from step to step. Others, such as PowerSGD's, would keep the NaN of a failed attempt.
 _STATELESS = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
@@ -51,6 +54,13 @@ class Replicated:
             ]
         self.refused = {"micro_batch_size": ("auto", None)} if wrapper.static_graph else {}
         self.scales = False  # losses, as fp16 needs it
+        # Whether backward holds collectives of the loss or the model; None: not known before a step was made.
+        self._talks_in_backward: bool | None = None
+        self._reductions = 0  # of gradients, that torch has begun in a step which held nothing else
+
+    def record(self, tape: Tape) -> None:
+        """Note from now on what this rank begins."""
+        self._tape = tape
 
     # --- what was begun ---------------------------------------------------------------------------------------
 
@@ -70,6 +80,12 @@ class Replicated:
         if wrapper.will_sync_module_buffers():
             wrapper._sync_buffers()
         wrapper.broadcast_buffers = False
+        self._tape.begin()
+
+    def row_begins(self) -> None:
+        """Note that the row is about to begin. What follows are reductions, which only torch can tell apart."""
+        self._tape.collectives.settle()
+        self._tape.note(self.group, ROW)
 
     def keeps_apart(self, name: str) -> bool:
         """Return whether nobody sends the buffer, or the frozen weight, of this name from the first rank to all.
@@ -92,6 +108,7 @@ class Replicated:
         # Passes of the attempt that make no gradients have set this, and not equally many on a rank that has failed.
         self._wrapper.require_forward_param_sync = True
         self._note_no_more()
+        self._tape.end()
 
     def _note_no_more(self) -> None:
         for hook in self._noting:
@@ -136,17 +153,81 @@ class Replicated:
             return "a first step in several parts, by which torch cannot learn a static_graph,"
         return None
 
+    # --- collectives of the loss or the model ------------------------------------------------------------------
+
+    def own_collectives(self) -> int:
+        """Return how many collectives of the loss or the model a whole attempt has begun."""
+        in_forward = self._tape.collectives.begun().total()
+        in_backward = self._in_backward()
+        if in_backward is not None:
+            self._talks_in_backward = bool(in_backward or self._talks_in_backward)
+        return in_forward + (in_backward or 0)
+
+    def _in_backward(self) -> int | None:
+        """Return how many were begun after the row, besides the reductions of gradients; None: nobody can tell."""
+        if self._learns_graph:
+            return None
+        late = self._tape.collectives.begun_since_settled()
+        on_own_group = late.pop(self.group.group_name, 0)
+        if on_own_group != self._reductions:
+            reductions = self._count_reductions(on_own_group)
+            if reductions is None:
+                return None
+            self._reductions = reductions
+        return late.total() + on_own_group - self._reductions
+
+    def _count_reductions(self, seen: int) -> int | None:
+        """Return how many reductions a backward pass begins: `seen`, if nothing else was begun; None: not known."""
+        if self._unknown_hook() is not None:
+            return None
+        of_unused = int(self._wrapper.find_unused_parameters and not self._wrapper.static_graph)
+        logged = self._wrapper._get_ddp_logging_data()
+        sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
+        if len(sizes.split(",")) + of_unused == seen:
+            return seen
+        # What torch logs may be of an earlier step. Its buckets themselves are sure, and take memory.
+        try:
+            return len(self._wrapper.reducer._get_zeros_like_grad_buckets()) + of_unused
+        except RuntimeError as error:
+            if find_out_of_memory(error) is None:
+                raise
+            return None
+
     # --- what is owed -----------------------------------------------------------------------------------------
 
     def why_unpayable(self) -> str | None:
         """Return why nobody but torch can begin the reductions of this model; None: we can."""
-        if self._wrapper.static_graph and self._attempts == 1:
+        if self._learns_graph:
             return "torch was learning the static graph, and nobody can make it forget half of it"
-        known = self._wrapper._get_ddp_logging_data().get("comm_hook")
-        hooks = [hook for hook, _ in self._wrapper._comm_hooks]
-        if known and not (hooks and all(hook in _STATELESS for hook in hooks)):
-            return f"the communication hook {known!r} may keep what a failed attempt has left"
+        if self._talks_in_backward:
+            return "the loss or the model begins collectives in backward, among those of torch"
+        hook = self._unknown_hook()
+        if hook is not None:
+            return f"the communication hook {hook!r} may keep what a failed attempt has left"
         return None
+
+    @property
+    def _learns_graph(self) -> bool:
+        """Whether torch learns a static graph in this attempt."""
+        return bool(self._wrapper.static_graph and self._attempts == 1)
+
+    def _unknown_hook(self) -> str | None:
+        """Return the name of a communication hook of which nobody knows what it keeps or begins, or None."""
+        hooks = [hook for hook, _ in self._wrapper._comm_hooks]
+        if hooks and all(hook in _STATELESS for hook in hooks):
+            return None
+        name: str | None = self._wrapper._get_ddp_logging_data().get("comm_hook")
+        return name
+
+    def wait_for_others(self) -> str | None:
+        """Wait until the others are through with their forward passes.
+
+        Return why this rank cannot begin what they wait for, or None.
+        """
+        hindered = self._tape.wait_for_row()
+        if hindered is None and self._talks_in_backward is None and self._tape.collectives.begun():
+            return "whether the collectives of the loss or the model have others in backward is not known yet"
+        return hindered
 
     def pay_nan(self) -> bool:
         """Begin all reductions of gradients that are owed after the row, of NaN; return whether there were any."""
@@ -199,6 +280,7 @@ class Replicated:
 
     def reset(self) -> None:
         """Forget an attempt that one rank has not made, on all ranks."""
+        self._tape.next()
         self._wrapper.reducer._reset_state()
 
     @contextlib.contextmanager
@@ -222,21 +304,12 @@ class Replicated:
         before = {name: getattr(wrapper, name, None) for name in quiet}
         vars(wrapper).update(quiet)
         try:
-            with _NoCollectives():  # type: ignore[no-untyped-call]
+            with NoCollectives():  # type: ignore[no-untyped-call]
                 yield
         finally:
             vars(wrapper).update(before)
             if wrapper.find_unused_parameters:  # else what was used now counts as used in the next step
                 wrapper.reducer._reset_state()
-
-
-class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises for what other ranks would have to take part in, such as that of a loss over all of them."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            raise RuntimeError(f"{func} needs the other ranks, and this one makes the step again by itself")
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from holdfast.checkpoint.saver import Share
 from holdfast.core.errors import CheckpointError
 from holdfast.guard.parts import Parts
-from holdfast.guard.ranks.messages import Messages
-from holdfast.guard.ranks.tape import Tape
+from holdfast.guard.ranks.tape import ROW, Tape
 from holdfast.guard.saving.components import component_of
 from holdfast.guard.state.trees import copied
 from holdfast.numerics.gradients import local
@@ -56,9 +55,9 @@ class Sharded:
         self._groups: list[Any] = []  # torch's groups of parameters, of each module
         self._unknown: str | None = None  # why its collectives cannot be begun by hand
 
-    def record(self, messages: Messages) -> None:
+    def record(self, tape: Tape) -> None:
         """Note from now on what this rank begins."""
-        self._tape = tape = Tape(messages)
+        self._tape = tape
         if self._mesh.ndim > 1:
             self._unknown = "copies of its shards would go on without it"
         elif not hasattr(self._root, "reset_iter_state"):
@@ -70,8 +69,8 @@ class Sharded:
                 self._unknown = "a module of it is spread in several ways"
             elif groups:
                 gather, scatter = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
-                module.set_custom_all_gather(_Noted(gather, partial(tape.note, "gather", at)))
-                module.set_custom_reduce_scatter(_Noted(scatter, partial(tape.note, "scatter", at)))
+                module.set_custom_all_gather(_Noted(gather, partial(_note, tape, "gather", at)))
+                module.set_custom_reduce_scatter(_Noted(scatter, partial(_note, tape, "scatter", at)))
 
     def begin(self) -> None:
         """Begin an attempt. An evaluation, whose forward pass no backward follows, leaves whole parameters behind."""
@@ -83,23 +82,37 @@ class Sharded:
         """Return True: nobody sends buffers from one rank to the others."""
         return True
 
+    def row_begins(self) -> None:
+        """Note that the row is about to begin."""
+        self._tape.note(self.group, ROW)
+
     def row_begun(self) -> None:
-        """Note that the row is under way."""
-        self._tape.note("row")
+        """Nothing is counted from here."""
 
     def end(self) -> None:
         """Note that the attempt is over."""
         self._tape.end()
 
+    def own_collectives(self) -> int:
+        """Return how many collectives of the loss or the model this attempt has begun.
+
+        0 where they cannot be told apart from torch's.
+        """
+        return 0 if self._unknown is not None else self._tape.collectives.begun().total()
+
     def why_unpayable(self) -> str | None:
         """Return why this rank cannot begin by hand what the others wait for; None: it can."""
         return "the scaler of fp16 talks to the others as well" if self.scales else self._unknown
 
-    def follow(self, row: Callable[[], None]) -> None:
-        """Begin all that the others begin in this attempt; `row` begins that one."""
+    def follow(self, row: Callable[[], None]) -> str | None:
+        """Begin all that the others begin in this attempt; `row` begins that one.
+
+        Return what is in the way, or None.
+        """
         self._forget()
-        self._tape.follow(partial(self._begin_by_hand, row))
+        hindered = self._tape.follow(partial(self._begin_by_hand, row))
         self._forget()
+        return hindered
 
     def _forget(self) -> None:
         for parameter in self._root.parameters():  # in the middle of backward those that are whole have gradients
@@ -108,7 +121,7 @@ class Sharded:
             self._root.reset_iter_state()
 
     def _begin_by_hand(self, row: Callable[[], None], kind: str, *about: Any) -> None:
-        if kind == "row":
+        if kind == ROW:
             row()
         elif kind == "gather":  # with the real weights: the others compute with them
             module = self._modules[about[0]]
@@ -135,7 +148,7 @@ class Sharded:
     def norms(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the norms of whole gradients, of those of the shards: torch's own arithmetic, in one collective."""
         squares = torch.stack(list(own)).pow(2)
-        self._tape.note("norms", len(own), _name_of(squares.dtype))
+        self._tape.note(self._shards, "norms", len(own), _name_of(squares.dtype))
         distributed.all_reduce(squares, group=self._shards)
         return list(squares.pow(0.5))
 
@@ -182,10 +195,14 @@ class _Noted:
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any = None, **given: Any) -> Any:
         if op is None:
-            self._note()
+            self._note(group)
             return self._collective(output_tensor, input_tensor, group, **given)
-        self._note(input_tensor.numel(), _name_of(input_tensor.dtype), op != distributed.ReduceOp.SUM)
+        self._note(group, input_tensor.numel(), _name_of(input_tensor.dtype), op != distributed.ReduceOp.SUM)
         return self._collective(output_tensor, input_tensor, group, op, **given)
+
+
+def _note(tape: Tape, kind: str, module: int, group: Any, *about: Any) -> None:
+    tape.note(group, kind, module, *about)
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -179,15 +179,14 @@ class Recovery:
 
     def report_origin(self, provenance: Provenance) -> str:
         """Record where NaN or Inf came from, and return it as one message."""
+        where = f"{provenance.where}: " if provenance.where else ""
         if provenance.origin is None:
-            where = "" if provenance.rank is None else f"rank {provenance.rank}: "
             self._record.emit(run_events.NonfiniteNotTraced(why=where + provenance.problem))
             return where + (provenance.problem if where else f"its origin is not known: {provenance.problem}")
         samples, at = provenance.samples, self._dataset_indices(provenance.samples)
         self._record.emit(
             run_events.NonfiniteOrigin(origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=at)
         )
-        where = "" if provenance.rank is None else f"rank {provenance.rank}: "
         if not samples:
             return f"{where}{provenance.origin}"
         known = "" if at is None else f" (dataset index {_listed(at)})"

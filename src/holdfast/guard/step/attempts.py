@@ -66,6 +66,7 @@ class Attempts:
         self.safety = SplitSafety(parts, policy, self.buffers, record)
         self._passes = Passes(self.safety, self.loss_scale, parts.device_type(), policy.precision, ranks)
         self._drops = policy.drop_nonfinite_samples
+        self._asked = policy.micro_batch_size
         wanted = policy.recompute
         self._modules = parts_of(parts.models) if wanted is True else dict(find_blocks(parts.models, wanted or ()))
         self._must_recompute = isinstance(wanted, tuple)
@@ -245,7 +246,7 @@ class Attempts:
         if work.size is None or plan.micro_batch_size is None or plan.samples(work.size) == work.size:
             return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
         pieces = self._cut(work.batch, work.size, work.split, plan)
-        with self._ranks.apart():
+        with self._ranks.apart(by_itself=self._is_learned(plan)):
             passed = self._passes.parted(
                 pieces,
                 work.size,
@@ -256,6 +257,10 @@ class Attempts:
                 drops=drops and self._drops,
             )
         return self._ranks.shared(passed, work.parameters)
+
+    def _is_learned(self, plan: Plan) -> bool:
+        """Return whether batches are cut smaller than the policy says, since memory was short on this rank."""
+        return plan.micro_batch_size not in (None, self._asked)
 
     def _cut(self, batch: Any, size: int, split: Split, plan: Plan) -> list[tuple[Any, int]]:
         return micro_batches(batch, size, plan.samples(size), split, smallest=self.safety.smallest_part())
@@ -273,7 +278,7 @@ class Attempts:
         if len(window) == len(parts) == 1:
             (batch, size), shared = parts[0], window.added and self._ranks.world_size > 1
             return self._passes.whole(batch, None if shared else size, work.loss_fn, work.inputs)
-        with self._ranks.apart():
+        with self._ranks.apart(by_itself=self._is_learned(plan)):
             if window.added:
                 passed = self._passes.added(cut, work.loss_fn, work.inputs)
             else:

@@ -163,7 +163,9 @@ class StepEngine:
         outcome = self._outcome(work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale)
         if not self.policy.provenance or (scale is not None and scale >= 1.0):
             return outcome  # fp16 finds its scale by trying: nothing is wrong
-        found = self.ranks.origin(lambda: self._replay.find(work, self.ladder.plan))
+        found = self.ranks.origin(
+            lambda: self._replay.find(work, self.ladder.plan), lambda: self._replay.look_at_batch(work)
+        )
         return replace(outcome, provenance=found)
 
     def without_bad_samples(self, work: Work, outcome: Outcome) -> Any | None:
@@ -216,7 +218,10 @@ class StepEngine:
             failure = None
             try:
                 attempt = self._timed_attempt(work)
-                if ranks.accepts is None or ranks.accepts(attempt):
+                if ranks.accepts is None:
+                    return attempt
+                if ranks.accepts(attempt):
+                    self._report_news()
                     return attempt
             except Exception as error:
                 found = find_out_of_memory(error)
@@ -279,6 +284,11 @@ class StepEngine:
             return None
         return plan.samples(work.size)
 
+    def _report_news(self) -> None:
+        news = self.ranks.take_news()
+        if news is not None:
+            self.record.emit(news)
+
     def _check_split(self, work: Work) -> None:
         """Find out what holds for the loss function, and split no more if the batch may not be cut."""
         part = self._samples_of_a_part(work)
@@ -328,6 +338,8 @@ class StepEngine:
             return Remedies(no_split="the state of the optimizer does not fit, whatever the micro-batch")
         if work.out_of_memory == 1 and not self.ladder.on_trial:
             return Remedies()  # the first remedy changes nothing, so nothing has to be found out
+        if self.ranks.why_only_retry is not None:
+            return Remedies(no_split=self.ranks.why_only_retry)
         exact = self.parts.device_type() == "cpu"  # kernels of accelerators may add in another order each time
         modules = self.attempts.modules_to_recompute(self.ladder.plan)
         remedies = self._safety.remedies(work)

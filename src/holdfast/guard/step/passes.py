@@ -90,6 +90,8 @@ class Passes:
         extra: list[tuple[int | None, Any]] = []
         tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops, empty_is_tried=tried)
         for index, (part, samples) in enumerate(parts):
+            if index:
+                self._ranks.check_parts()
             terms = self._forward(part, samples, loss_fn)
             self._ranks.check_terms(terms)
             weights = tally.weigh(terms, part, samples, partial(self._counted, parts[index + 1 :], loss_fn))

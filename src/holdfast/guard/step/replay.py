@@ -21,7 +21,7 @@ from holdfast.memory.ladder import Plan
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
 from holdfast.numerics.bad_samples import find_bad_samples
 from holdfast.numerics.eager import eager
-from holdfast.numerics.provenance import UntraceableError, trace
+from holdfast.numerics.provenance import NeedsOtherRanksError, UntraceableError, find_nan, trace
 
 _FINITE = (
     "a replay of the same step is finite: a race, the hardware, compiled code, or randomness that is not torch's"
@@ -56,6 +56,10 @@ class Replay:
             release_memory(self._parts.devices())
         return Provenance(problem=f"the replay failed ({why})")
 
+    def look_at_batch(self, work: Work) -> Provenance:
+        """Say whether the batch holds NaN, where a step cannot be replayed."""
+        return Provenance(origin=find_nan(_batch_tensors(work), work.size))
+
     def _search(self, work: Work, plan: Plan) -> Provenance:
         mine = {id(p) for p in work.parameters}
         named = [(name, p) for name, p in self._parts.named_parameters() if p.requires_grad and id(p) in mine]
@@ -65,16 +69,23 @@ class Replay:
             return self._attempts.run(work, plan, drops=False).loss
 
         try:
-            inputs = [(f"batch tensor {number}", tensor) for number, tensor in enumerate(tensors_in(work.batch))]
-            origin = trace(run_once, self._parts.models, named, inputs, work.size)
+            origin = trace(run_once, self._parts.models, named, _batch_tensors(work), work.size)
             if origin is None:
                 return Provenance(problem=_FINITE)
-            return Provenance(origin=origin, samples=self._samples(work, plan, origin.samples))
+            return Provenance(origin=origin, samples=self._samples_unless_shared(work, plan, origin.samples))
         except UntraceableError as error:
             return Provenance(problem=str(error))
         finally:
             self._attempts.take_back(work)
             release_memory(self._parts.devices())  # a replay takes more than a step: give it back
+
+    def _samples_unless_shared(self, work: Work, plan: Plan, hint: Sequence[int]) -> tuple[int, ...]:
+        """Return the samples without which the step is finite; none where only all ranks together could try that."""
+        try:
+            return self._samples(work, plan, hint)
+        except NeedsOtherRanksError as error:
+            clear_exception_frames(error)
+            return ()
 
     def _samples(self, work: Work, plan: Plan, hint: Sequence[int]) -> tuple[int, ...]:
         """Return the samples without which the step is finite."""
@@ -105,6 +116,10 @@ class Replay:
         if len(kept) < self._attempts.safety.smallest_part():
             return None
         return selected(work.batch, kept, work.split)
+
+
+def _batch_tensors(work: Work) -> list[tuple[str, torch.Tensor]]:
+    return [(f"batch tensor {number}", tensor) for number, tensor in enumerate(tensors_in(work.batch))]
 
 
 def _finite(gradient: torch.Tensor) -> torch.Tensor:
