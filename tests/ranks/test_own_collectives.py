@@ -251,10 +251,12 @@ def test_a_rank_that_splits_does_not_begin_collectives_more_often_than_the_other
 
 
 def gathers_nan(rank, run, wrapper, loss_of, source):
-    """Train with NaN on rank 1 in the third step, in its batch or from its forward pass."""
+    """Train with NaN in the third step, from the batch or the forward pass of rank 1, or in every batch."""
     model, optimizer = made(wrapper)
     loader = batches_of(rank)
-    if rank == 1:
+    if source == "every batch":
+        loader[2][3] = float("nan")
+    elif rank == 1:
         loader[2][3] = float("nan") if source == "batch" else 1000.0
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader)
 
@@ -286,10 +288,15 @@ def test_nan_that_was_gathered_is_found_on_its_own_rank(tmp_path, loss_of, sourc
 
 
 @pytest.mark.parametrize(
-    ("source", "where"), [("batch", "rank 1: "), ("forward", "ranks 0 and 1, after a collective")]
+    ("source", "where"),
+    [
+        ("batch", "rank 1: "),
+        ("every batch", "ranks 0 and 1, after a collective"),
+        ("forward", "ranks 0 and 1, after a collective"),
+    ],
 )
 def test_nan_that_was_gathered_is_not_laid_on_a_rank_of_a_sharded_model(tmp_path, source, where):
-    """No rank can make the step again by itself; one with NaN in its batch is to blame."""
+    """No rank can make the step again by itself; one that alone has NaN in its batch is to blame."""
     for reasons, _ in all_returned(run_ranks(gathers_nan, 2, tmp_path, "fsdp", clip, source)):
         assert [number for number, reason in enumerate(reasons) if reason] == [2]
         assert where in reasons[2]

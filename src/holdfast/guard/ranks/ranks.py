@@ -378,7 +378,10 @@ class Ranks(OneRank):
     ) -> Provenance:
         """Return what this rank finds out by itself."""
         if self._model.why_not_alone is not None:
-            return replace(look(), problem=self._model.why_not_alone)
+            in_batch = look()
+            if in_batch.origin is not None:
+                return in_batch
+            return Provenance(problem=self._model.why_not_alone)
         self._model.rebuild()  # on all ranks
         # A collective of the loss may have carried NaN from a rank whose own loss is finite to the others.
         if self.rank not in suspects and not self._own_collectives:
@@ -388,6 +391,10 @@ class Ranks(OneRank):
 
     def _blamed(self, own: Provenance, suspects: list[int], reports: list[_Report]) -> Provenance:
         """Return where it came up. Only the rank that has found the origin has its details."""
+        why_not_alone = self._model.why_not_alone
+        if why_not_alone is not None and all(report.has_origin for report in reports):
+            # Batches were only looked at, and NaN in each of them, such as a missing label, is nobody's fault.
+            reports = [report._replace(has_origin=False, text=why_not_alone) for report in reports]
         sent = [rank for rank, report in enumerate(reports) if report.is_sent]
         likely = [rank for rank in suspects if reports[rank].has_origin]
         ranked = [*(rank for rank in sent if rank in suspects), *likely, *sent]
