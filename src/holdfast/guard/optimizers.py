@@ -60,11 +60,13 @@ def _groups_of(value: Any) -> list[Any]:
 def optimizers_inside(optimizer: Any) -> list[Any]:
     """Return the optimizers that an optimizer wraps, nearest first."""
     inside: list[Any] = []
+    visited = {id(optimizer)}
     waiting = [optimizer]
     while waiting:
         holder = waiting.pop(0)
         for level in levels_inside(holder, looks_like_an_optimizer, most_levels=_MOST_LEVELS):
-            new = [other for other in level if other is not optimizer and not any(other is known for known in inside)]
+            new = [other for other in level if id(other) not in visited]
+            visited.update(map(id, new))
             inside += new
             waiting += new
     return inside
@@ -277,12 +279,13 @@ def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
         setattr(optimizer, attribute, getattr(other, attribute))
 
 
-def _are_the_same(one: Any, other: Any) -> bool:
+def _are_the_same(first: Any, second: Any) -> bool:
     """Return whether two attributes are one object, or lists of the same groups."""
-    if one is other:
+    if first is second:
         return True
-    lists = isinstance(one, list) and isinstance(other, list)
-    return lists and [id(group) for group in one] == [id(group) for group in other]
+    if not (isinstance(first, list) and isinstance(second, list)):
+        return False
+    return [id(group) for group in first] == [id(group) for group in second]
 
 
 @contextlib.contextmanager

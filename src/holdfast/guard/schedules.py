@@ -132,11 +132,6 @@ class Schedule:
             self._plateau = _plateau_inside(scheduler)
 
     @property
-    def needs_metric(self) -> bool:
-        """Whether a metric drives it."""
-        return self._plateau is not None
-
-    @property
     def waits(self) -> bool:
         """Whether it was never given a metric."""
         return self._plateau is not None and not getattr(self._plateau, "last_epoch", 0)
@@ -169,7 +164,7 @@ class Schedule:
 
     def _rates(self) -> list[float]:
         optimizer = getattr(self.scheduler, "optimizer", None)
-        return [] if optimizer is None else [rate_of(group) for group in optimizer.param_groups]
+        return [rate_of(group) for group in getattr(optimizer, "param_groups", ())]
 
 
 def _call_with_number(function: Callable[..., Any], name: str, number: int) -> None:
@@ -304,8 +299,8 @@ def _checked_way(name: str, scheduler: Any, way: Way | None, interval: str, *, h
             "step_update(n) and step(epoch) as timm does",
             "wrap it in an object with step(), state_dict() and load_state_dict(state)",
         )
-    plateau = _plateau_inside(scheduler) if way is Way.STEP else None
-    if plateau is not None:
+    plateau = _plateau_inside(scheduler) if way is not Way.METRIC else None
+    if plateau is not None and not (way is Way.COUNT and _takes_epoch_and_metric(scheduler)):
         raise PolicyError(
             f"scheduler {name!r} is a {kind} that holds a {type(plateau).__name__}",
             limit=f"the step of a {type(plateau).__name__} needs a metric, which it is not given in there",
@@ -320,6 +315,15 @@ def _checked_way(name: str, scheduler: Any, way: Way | None, interval: str, *, h
             "pass loader= and iterate guard.batches(), or let it count steps",
         )
     return way
+
+
+def _takes_epoch_and_metric(scheduler: Any) -> bool:
+    """Return whether ``step(epoch, metric)`` can be called."""
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        return False
+    kinds = [parameter.kind for parameter in _parameters(step)]
+    return inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in _POSITIONAL for kind in kinds) >= 2
 
 
 def _counts_epochs(scheduler: Any) -> bool:

@@ -466,6 +466,13 @@ def plateau_inside(optimizer: Optimizer) -> Any:
     return warmup
 
 
+class EpochOnly(Plateau):
+    """Its plateau can never get a metric."""
+
+    def step(self, epoch: int) -> None:  # type: ignore[override]
+        super().step(epoch)
+
+
 REFUSED: dict[str, tuple[Callable[[Optimizer], Any], str]] = {
     "callable": (lambda optimizer: Callback(), "H105"),
     "dampening": (lambda optimizer: Dampening(), "H105"),
@@ -477,6 +484,7 @@ REFUSED: dict[str, tuple[Callable[[Optimizer], Any], str]] = {
     "a class": (lambda optimizer: Blind, "H105"),
     "a plateau inside": (plateau_inside, "H105"),
     "a plateau in a chain": (lambda optimizer: lr_scheduler.ChainedScheduler([Demanding(optimizer)]), "H105"),
+    "a plateau of timm's kind without a metric": (EpochOnly, "H105"),
     "epochs without a loader": (Calls, "H105"),
     "state of code": (lambda optimizer: Unsaveable(), "H310"),
 }
