@@ -97,7 +97,7 @@ def _of_its_own_state(loader: object) -> str | None:
 def _of_a_sequence(loader: object) -> str | None:
     if not isinstance(loader, _PLAIN_SEQUENCES):
         return None
-    if any(isinstance(entry, (DataLoader, Iterator)) for entry in loader):
+    if isinstance(loader, (list, tuple)) and any(isinstance(entry, (DataLoader, Iterator)) for entry in loader):
         return (
             "none, because this is a list of loaders, and no checkpoint holds the positions in them. Pass one, "
             'and the others by name, state={"labelled": loader}, as holdfast.DataLoader'

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tests.unit.guard.guarded import events
 from torch import nn
+from torch.utils.data import BatchSampler, Sampler
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Sampler
 
 import holdfast
 from holdfast.testing import check_resumable
@@ -124,6 +124,21 @@ class Cached(Passes):
         return iter(self.batches)
 
 
+class SavedInside(BatchSampler):
+    """Torch's batches of a sampler that says its state."""
+
+    def __init__(self) -> None:
+        super().__init__(SavedWeighted(), 8, drop_last=False)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self.sampler.weights
+
+    @weights.setter
+    def weights(self, weights: torch.Tensor) -> None:
+        self.sampler.weights = weights
+
+
 def make_loader(kind: type[Sampler[Any]]) -> holdfast.DataLoader:
     np.random.seed(0)
     if kind in (OwnRandom, Endless, Weighted, SavedWeighted):
@@ -145,8 +160,9 @@ def train(run_dir: Path, loader: Any, *, stop: int | None = None, reweigh: bool 
         batches.append(batch[:, 0].int().tolist())
         guard.step(batch, lambda x: model(x).square().mean())
         if reweigh:
-            loader.sampler.weights = loader.sampler.weights.clone()
-            loader.sampler.weights[batches[-1]] /= 2
+            sampler = loader.batch_sampler if isinstance(loader.batch_sampler, SavedInside) else loader.sampler
+            sampler.weights = sampler.weights.clone()
+            sampler.weights[batches[-1]] /= 2
         if guard.global_step == stop:
             guard.request_stop()
     return batches, guard
@@ -189,12 +205,14 @@ def test_the_same_loader_goes_back_to_an_earlier_epoch(kind):
     assert all(map(torch.equal, [*loader, *loader, *loader], expected))
 
 
-def test_what_the_loop_sets_on_a_sampler_is_kept_by_its_state_dict(tmp_path):
+@pytest.mark.parametrize("kind", [SavedWeighted, SavedInside])
+def test_what_the_loop_sets_on_a_sampler_is_kept_by_its_state_dict(tmp_path, kind):
     """Weights that change at every batch, and decide the next epoch, come back through the sampler's state_dict."""
-    undisturbed, _ = train(tmp_path / "undisturbed", make_loader(SavedWeighted), reweigh=True)
+    undisturbed, guard = train(tmp_path / "undisturbed", make_loader(kind), reweigh=True)
+    assert not events(guard, "resume_may_differ")
 
-    first, _ = train(tmp_path / "stopped", make_loader(SavedWeighted), stop=5, reweigh=True)
-    rest, _ = train(tmp_path / "stopped", make_loader(SavedWeighted), reweigh=True)
+    first, _ = train(tmp_path / "stopped", make_loader(kind), stop=5, reweigh=True)
+    rest, _ = train(tmp_path / "stopped", make_loader(kind), reweigh=True)
 
     assert first + rest == undisturbed
 

@@ -81,11 +81,13 @@ class Sampled:
         self._kept: dict[int, list[Any]] = {}
         self._epoch_seen = 0  # that the sampler had when it was last looked at; torch's begin with 0
         self._dataset = dataset
+        # The sampler of batches, or else the one inside of it, if that says what it keeps.
+        self._stateful: Any = next((each for each in self._samplers() if is_stateful(each)), None)
         self._digests: dict[int, str] = {}  # of the epochs that are kept
         # The epochs that were drawn from the sampler as it was given, in this order.
         self._history: list[int] = []
         # Whether a draw changes what later ones yield; None before the first one.
-        self._carries: bool | None = False if self._says_its_state or self._is_torchs else None
+        self._carries: bool | None = False if self._stateful is not None or self._is_torchs else None
         self._as_given: Any | None = None  # a copy, while it is not certain that nothing is carried
         self._left_as: Fingerprint | None = None  # by the newest draw
         self._before_draw: dict[int, Any] = {}  # its state_dict before the epochs that are kept
@@ -107,8 +109,8 @@ class Sampled:
         """Return all that the sampler yields in an epoch; H609 if indices repeat by mistake."""
         if epoch not in self._kept:
             self._note_changes()
-            if self._says_its_state:
-                self._before_draw[epoch] = copy.deepcopy(self._sampler.state_dict())
+            if self._stateful is not None:
+                self._before_draw[epoch] = copy.deepcopy(self._stateful.state_dict())
             elif self._carries is None and not self._history:
                 self._as_given = copied(self._sampler, self._dataset)
             found = self._draw(epoch)
@@ -153,10 +155,6 @@ class Sampled:
     # --- what is carried from epoch to epoch ----------------------------------------------------------------------
 
     @property
-    def _says_its_state(self) -> bool:
-        return is_stateful(self._sampler)
-
-    @property
     def _is_torchs(self) -> bool:
         return all(sampler is None or has_no_state(sampler) for sampler in self._samplers())
 
@@ -179,15 +177,15 @@ class Sampled:
 
     def _note_changes(self) -> None:
         """Notice a change since the newest draw; who sets epochs changes it too, and the next draw undoes that."""
-        if self._says_its_state or self._left_as is None or any(sets_epoch(each) for each in self._samplers()):
+        if self._stateful is not None or self._left_as is None or any(sets_epoch(each) for each in self._samplers()):
             return
         self.changed_by_others |= self._left_as.is_complete and self._fingerprint() != self._left_as
 
     def state_dict(self, epoch: int) -> dict[str, Any] | None:
         """Return what a position in an epoch needs of the sampler, for `load_state_dict`; None: nothing."""
-        if self._says_its_state:
+        if self._stateful is not None:
             before = self._before_draw.get(epoch) if self._history[-1:] == [epoch] else None
-            return {"before": before, "now": copy.deepcopy(self._sampler.state_dict())}
+            return {"before": before, "now": copy.deepcopy(self._stateful.state_dict())}
         if self.changed_by_others:
             return {"changed_by_others": True}
         if self._carries is False:
@@ -206,15 +204,15 @@ class Sampled:
             self._draw_again(from_ranges(state["epochs"]), state["drawn"])
         elif "changed_by_others" in state:
             raise self._lost("was changed between epochs by the loop, and no checkpoint holds that")
-        elif not self._says_its_state:
+        elif self._stateful is None:
             raise self._lost("has no state_dict and load_state_dict, and had them when the position was saved")
         else:
             if state["before"] is not None:
                 self._forget(epoch)
-                self._sampler.load_state_dict(copy.deepcopy(state["before"]))
+                self._stateful.load_state_dict(copy.deepcopy(state["before"]))
                 self.drawn(epoch)
-            if not same_state(self._sampler.state_dict(), state["now"]):
-                self._sampler.load_state_dict(copy.deepcopy(state["now"]))
+            if not same_state(self._stateful.state_dict(), state["now"]):
+                self._stateful.load_state_dict(copy.deepcopy(state["now"]))
 
     def _draw_again(self, epochs: list[int], drawn: list[Any] | None) -> None:
         """Draw epochs in the order in which they were drawn before; H604 if the last one is another one now."""
