@@ -94,31 +94,35 @@ class Rows:
         """Raise H116 unless all ranks are at the same place."""
         if all(_must_agree(row) == _must_agree(self.each[0]) for row in self.each):
             return
-        guards = [row[11] for row in self.each]
-        kinds = [row[0] for row in self.each]
-        numbers = [row[1] for row in self.each]
-        if len({*guards}) > 1:
-            what = f"the ranks are at guards {', '.join(f'{each:.0f}' for each in guards)}, counted as they were made"
-        elif len({*kinds}) > 1:
-            ended, stepping = kinds.index(EPOCH_END), kinds.index(STEP)
-            what = f"the loader of rank {ended} has ended its epoch, and rank {stepping} makes another step"
-            if self.places()[ended].passed > self.places()[stepping].passed:
-                what += f"; {self._passed_over(ended, stepping)}"
-        elif len({*numbers}) > 1:
-            what = f"the ranks are at steps {', '.join(f'{number:.0f}' for number in numbers)}"
-        else:
-            places = self.places()
-            ahead = max(range(len(places)), key=lambda rank: places[rank][:2])
-            behind = min(range(len(places)), key=lambda rank: places[rank][:2])
-            what = self._passed_over(ahead, behind)
         raise RankError(
-            what,
+            self._difference(),
             limit="all ranks make the same steps with the same batches, since each of them waits for all gradients",
             fix="let the loaders of all ranks yield equally many batches, as holdfast.DataLoader does by itself, and "
             "call guard.step on all ranks, of several guards in one order, or on none; where one rank has to skip a "
             "batch, let all skip it (all_reduce the decision), or let loss_fn return a loss of zero there.",
             rule="H116",
         )
+
+    def _difference(self) -> str:
+        """Say in what the places of the ranks differ: in guard, kind, number or batch, whichever comes first."""
+        guards = [row[11] for row in self.each]
+        if len({*guards}) > 1:
+            return (
+                f"the ranks are at guards {', '.join(f'{guard:.0f}' for guard in guards)}, counted as they were made"
+            )
+        places = self.places()
+        kinds = [row[0] for row in self.each]
+        if len({*kinds}) > 1:
+            ended, stepping = kinds.index(EPOCH_END), kinds.index(STEP)
+            text = f"the loader of rank {ended} has ended its epoch, and rank {stepping} makes another step"
+            has_skipped = places[ended].passed > places[stepping].passed
+            return f"{text}; {self._passed_over(ended, stepping)}" if has_skipped else text
+        numbers = [row[1] for row in self.each]
+        if len({*numbers}) > 1:
+            return f"the ranks are at steps {', '.join(f'{number:.0f}' for number in numbers)}"
+        ahead = max(range(len(places)), key=lambda rank: places[rank][:2])
+        behind = min(range(len(places)), key=lambda rank: places[rank][:2])
+        return self._passed_over(ahead, behind)
 
     def _passed_over(self, ahead: int, behind: int) -> str:
         """Say which batches a rank has passed without a step while another rank has made one."""
