@@ -42,6 +42,7 @@ from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
+from holdfast.memory.oom import naming_lack_of_memory
 from holdfast.recorder.scalars import checked
 
 
@@ -101,10 +102,11 @@ class Guard:
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
-        self._parts = gather_parts(model, optimizer, scheduler, state, averaged)
-        self._ranks = ranks_of(self._parts)
-        with self._ranks.together():  # an error on one is an error on all
-            self._begin(run_dir, loader, split, clock or SystemClock(), Policy.of(policy, **overrides))
+        with naming_lack_of_memory("making the guard"):
+            self._parts = gather_parts(model, optimizer, scheduler, state, averaged)
+            self._ranks = ranks_of(self._parts)
+            with self._ranks.together():  # an error on one is an error on all
+                self._begin(run_dir, loader, split, clock or SystemClock(), Policy.of(policy, **overrides))
 
     def _begin(
         self,
@@ -141,7 +143,8 @@ class Guard:
         with ranks.in_turn():
             self._open()
         try:
-            self.resumed_from: Path | None = self._session.resume()
+            with naming_lack_of_memory("resuming from a checkpoint"):
+                self.resumed_from: Path | None = self._session.resume()
         except BaseException:
             self._release()
             raise
@@ -218,9 +221,10 @@ class Guard:
         if self._under_way is not None:
             self._under_way.close()  # else it would end this one, whenever its iterator is collected
         self._position_is_clear = True
-        self._ready()  # not before the first batch is asked for
-        self._under_way = self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
-        yield from self._under_way
+        with naming_lack_of_memory("iterating over batches"):
+            self._ready()  # not before the first batch is asked for
+            self._under_way = self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
+            yield from self._under_way
 
     def _ready(self) -> None:
         """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""
@@ -264,8 +268,9 @@ class Guard:
         """
         try:
             names = self._parts.optimizer_names(optimizer)
-            self._ready()
-            return self._steps.step(batch, loss_fn, names, split=split)
+            with naming_lack_of_memory("making a step"):
+                self._ready()
+                return self._steps.step(batch, loss_fn, names, split=split)
         except BaseException as error:
             self._leave(error)
             raise
@@ -294,12 +299,13 @@ class Guard:
 
     def close(self) -> None:
         """Write what is not saved yet, also without a step since; release the run directory. May be called again."""
-        self._session.check_averages()
-        self._boundaries.count_batch()
-        try:
-            self._session.save_the_rest(self._open)
-        finally:
-            self._release()
+        with naming_lack_of_memory("saving and closing the run"):
+            self._session.check_averages()
+            self._boundaries.count_batch()
+            try:
+                self._session.save_the_rest(self._open)
+            finally:
+                self._release()
 
     def __enter__(self) -> Self:
         return self

@@ -39,7 +39,8 @@ _OF_ALL = (
     SkipStep, RollBack, Stop, run_events.SaveFailed, run_events.SaveRefused, run_events.LossScaleCollapsed,
     run_events.StopRequested, run_events.NotRestored, run_events.DiagnosisLimited, run_events.SplitStopped,
     run_events.Spike, run_events.Finding,
-    run_events.SideEffects, run_events.SchedulersWait, run_events.RolledBack, run_events.SavePostponed,
+    run_events.SplitNotTried, run_events.SideEffects, run_events.SchedulersWait, run_events.RolledBack,
+    run_events.SavePostponed,
     run_events.RanksNotDivided, run_events.ChangesNotSaved, run_events.NotSaved, run_events.BeginsAnew,
     run_events.SettingsKept, run_events.PositionNotKept, run_events.GroupsChanged,
 )  # fmt: skip
