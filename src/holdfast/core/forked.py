@@ -30,23 +30,39 @@ _LENGTH = struct.Struct("=Q")  # sent ahead, since the end of a pipe may be held
 
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
-    """The copy could not be made, has failed or has said nothing; the text says which. `died`: it ended silently."""
+    """The copy could not be made, has failed or has said nothing; the text says which.
 
-    def __init__(self, why: str, *, died: bool = False) -> None:
+    Attributes:
+        died: The copy ended silently.
+        not_made: The system has refused what a copy needs: a process, a descriptor, memory.
+    """
+
+    def __init__(self, why: str, *, died: bool = False, not_made: bool = False) -> None:
         super().__init__(why)
         self.died = died
+        self.not_made = not_made
 
 
 def backward_works_in_a_copy() -> bool:
     """Say whether a copy of this process may make a backward pass.
 
     torch refuses it where autograd has threads, one for each accelerator of the machine: from this process's first
-    backward pass on, also if that was of a model on the CPU.
+    backward pass on, also if that was of a model on the CPU. `NoAnswer` where threads cannot be listed, as when no
+    descriptor is left.
     """
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            if (thread / "comm").read_text().startswith("pt_autograd"):
-                return False
+    try:
+        threads = list(Path("/proc/self/task").iterdir())
+    except OSError as error:
+        raise NoAnswer(f"the threads of this process cannot be listed ({error})", not_made=True) from error
+    for thread in threads:
+        try:
+            name = (thread / "comm").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+        except OSError as error:
+            raise NoAnswer(f"the threads of this process cannot be read ({error})", not_made=True) from error
+        if name.startswith("pt_autograd"):
+            return False
     return True
 
 
@@ -58,7 +74,10 @@ def in_a_copy_of_this_process(
     The copy uses one thread (OpenMP's others do not survive a fork), says nothing, is the first to be killed when the
     machine's memory is short, and dies with its parent, or when it has not answered in time.
     """
-    reading, writing = os.pipe()
+    try:
+        reading, writing = os.pipe()
+    except OSError as error:
+        raise NoAnswer(f"no pipe for a copy of this process ({error})", not_made=True) from error
     global is_copying
     with ignoring(DeprecationWarning):  # Python 3.12 on forking with threads
         try:
@@ -67,10 +86,11 @@ def in_a_copy_of_this_process(
         except OSError as error:
             os.close(reading)
             os.close(writing)
-            raise NoAnswer(f"cannot fork ({error})") from error
+            raise NoAnswer(f"cannot fork ({error})", not_made=True) from error
         finally:
             is_copying = False
     if child == 0:
+        os.close(reading)  # it may be the last descriptor that is left, and the copy needs one
         _be_the_copy(run, writing)
     os.close(writing)
     try:

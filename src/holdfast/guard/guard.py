@@ -43,6 +43,7 @@ from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
+from holdfast.memory.oom import naming_lack_of_memory
 from holdfast.recorder.scalars import checked
 
 
@@ -103,10 +104,11 @@ class Guard:
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
-        self._parts = gather_parts(model, optimizer, scheduler, state, averaged)
-        self._ranks = ranks_of(self._parts)
-        with self._ranks.together():  # an error on one is an error on all
-            self._begin(run_dir, loader, split, clock or SystemClock(), Policy.of(policy, **overrides))
+        with naming_lack_of_memory("making the guard"):
+            self._parts = gather_parts(model, optimizer, scheduler, state, averaged)
+            self._ranks = ranks_of(self._parts)
+            with self._ranks.together():  # an error on one is an error on all
+                self._begin(run_dir, loader, split, clock or SystemClock(), Policy.of(policy, **overrides))
 
     def _begin(
         self,
@@ -152,7 +154,8 @@ class Guard:
         with ranks.in_turn():
             self._open()
         try:
-            self.resumed_from: Path | None = self._session.resume()
+            with naming_lack_of_memory("resuming from a checkpoint"):
+                self.resumed_from: Path | None = self._session.resume()
             self._report_steps_left_behind()
         except BaseException:
             self._release()
@@ -238,12 +241,13 @@ class Guard:
         if self._under_way is not None:
             self._under_way.close()  # else it would end this one, whenever its iterator is collected
         self._position_is_clear = True
-        self._stop.begin_anew(raised=self._ending() is not None)
-        self._ready()  # not before the first batch is asked for
-        self._asked.install()
-        self._under_way = self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
-        yield from self._under_way
-        ending = self._ending()
+        with naming_lack_of_memory("iterating over batches"):
+            self._stop.begin_anew(raised=self._ending() is not None)
+            self._ready()  # not before the first batch is asked for
+            self._asked.install()
+            self._under_way = self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
+            yield from self._under_way
+            ending = self._ending()
         if ending is not None:
             raise ending
 
@@ -291,8 +295,9 @@ class Guard:
         """
         try:
             names = self._parts.optimizer_names(optimizer)
-            self._ready()
-            return self._steps.step(batch, loss_fn, names, split=split)
+            with naming_lack_of_memory("making a step"):
+                self._ready()
+                return self._steps.step(batch, loss_fn, names, split=split)
         except BaseException as error:
             self._leave(error)
             raise
@@ -323,12 +328,13 @@ class Guard:
 
     def close(self) -> None:
         """Write what is not saved yet, also without a step since; release the run directory. May be called again."""
-        self._session.check_averages()
-        self._boundaries.count_batch()
-        try:
-            self._session.save_the_rest(self._open)
-        finally:
-            self._release()
+        with naming_lack_of_memory("saving and closing the run"):
+            self._session.check_averages()
+            self._boundaries.count_batch()
+            try:
+                self._session.save_the_rest(self._open)
+            finally:
+                self._release()
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ The frames of the exception own the activations of the failed attempt, so nothin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import re
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from holdfast.core.errors import HoldfastError
+from holdfast.core.errors import HoldfastError, OutOfMemoryError
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.onednn import is_onednn_failure
 
@@ -68,6 +69,29 @@ def find_out_of_memory(error: BaseException) -> str | None:
             lines = text.strip().splitlines() or [""]
             return f"{type(link).__name__}: {lines[0]}"[:300]
     return None
+
+
+@contextlib.contextmanager
+def naming_lack_of_memory(activity: str) -> Iterator[None]:
+    """Raise H401 with what was being done, in place of a bare error for lack of memory such as ``MemoryError``.
+
+    Args:
+        activity: What is done inside, as it follows "while", such as ``"reading a checkpoint"``. Of several contexts
+            the innermost names it.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = find_out_of_memory(error)
+        if found is None:
+            raise
+        raise OutOfMemoryError(
+            f"memory ran out while {activity} ({found})",
+            limit="what is on the disk is whole: the newest checkpoint is where the run continues",
+            fix="leave the process more memory (a limit such as `ulimit -v`, other processes, loader workers), or "
+            "make model and batch smaller, and start again.",
+            rule="H401",
+        ) from error
 
 
 def is_sticky(error: BaseException) -> bool:

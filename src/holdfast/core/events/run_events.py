@@ -328,6 +328,13 @@ class SideEffects(_Why):
     attributes: tuple[str, ...]
 
 
+class SplitNotTried(_Why):
+    """No copy of this process could be made to try whether batches can be split.
+
+    That is not proven then, and tried before the first split.
+    """
+
+
 class SplitRefused(_Why):
     """Batches of this loss function are not split, unless the hazard is allowed by name."""
 

@@ -20,6 +20,7 @@ from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.loader import take_unkept_loaders
+from holdfast.memory.oom import naming_lack_of_memory
 
 # A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the loop, or after so
 # many steps. An evaluation comes after each epoch, or after 500 steps (defaults of Lightning and of the Trainer).
@@ -126,7 +127,7 @@ class Loop:
         before, is_whole, steps = self._progress(), cursor.batches == 0, self._record.global_step
         while True:
             try:
-                with self._stop:
+                with self._stop, naming_lack_of_memory("fetching a batch"):
                     batch = cursor.fetch(iterator)
             except StopIteration:
                 break
@@ -181,6 +182,10 @@ class Loop:
             self._record.emit(run_events.SchedulersWait(schedulers=tuple(waiting), fix="call guard.validated(loss)"))
 
     def _save_if_due(self) -> None:
+        with naming_lack_of_memory("saving a checkpoint"):
+            self._save_now_if_due()
+
+    def _save_now_if_due(self) -> None:
         self._session.saving.at_boundary()
         refused = self._saves.take_refusal()  # of a save that was begun some steps ago
         if refused is None:

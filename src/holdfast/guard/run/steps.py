@@ -23,7 +23,7 @@ from holdfast.guard.run.session import Session
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.splitting import Split
-from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, naming_lack_of_memory
 from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_nonfinite, decide_after_spike, describe_nonfinite
 from holdfast.recorder.black_box import StepMark
 
@@ -321,9 +321,11 @@ class Steps:
         series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
         self._record.step(StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0)
         try:
-            outcome = self.engine.run(batch, loss_fn, names, split=split, judge=partial(self.recovery.judge, series))
-            if outcome.committed:
-                self._committed(outcome, names, series)
+            with naming_lack_of_memory("making a step"):  # before what follows here, which saves the weights then
+                judge = partial(self.recovery.judge, series)
+                outcome = self.engine.run(batch, loss_fn, names, split=split, judge=judge)
+                if outcome.committed:
+                    self._committed(outcome, names, series)
         except PartialOptimizerStep as error:
             half_way = error
         except BaseException as error:

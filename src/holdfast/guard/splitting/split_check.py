@@ -95,6 +95,7 @@ class Verdict:
     side_effects: tuple[str, ...] = ()  # attributes of modules that each forward pass changes
     selects: str = ""  # by what the loss chooses the samples that count, such as ``"topk"``; ``""``: by nothing
     called: Called | None = None  # what the loss function called that is the guard's to call
+    not_made: bool = False  # for ``"unknown"``: no copy of this process could be made to find out
 
     def weighting(self) -> Weighting:
         """Return what the parts of a batch are weighted by, where the loss function does not say it."""
@@ -113,7 +114,11 @@ class Verdict:
         """Return what is worth recording, as JSON values."""
         found = asdict(self)
         found["held"] = [str(weighting) for weighting in self.held]
-        return {name: value for name, value in found.items() if name not in ("failed", "side_effects", "called")}
+        return {
+            name: value
+            for name, value in found.items()
+            if name not in ("failed", "side_effects", "called", "not_made")
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
@@ -656,7 +661,7 @@ def _asked(run: Callable[[], Verdict]) -> Verdict:
     try:
         return Verdict.from_json(in_a_copy_of_this_process(lambda: asdict(run())))
     except NoAnswer as error:
-        return Verdict(outcome="unknown", why=str(error), short_of_memory=error.died)
+        return Verdict(outcome="unknown", why=str(error), short_of_memory=error.died, not_made=error.not_made)
 
 
 def attempted(run: Callable[[], Verdict]) -> Verdict:

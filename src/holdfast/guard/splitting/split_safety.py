@@ -27,7 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from holdfast.core.errors import BatchError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import Promise
-from holdfast.core.forked import backward_works_in_a_copy
+from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
 from holdfast.core.policy.kinds import SplitHazard
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts, autocast
@@ -122,6 +122,8 @@ class SplitSafety:
         self._known: dict[str, _Known] = {}
         self._last: tuple[Callable[[], Any], _Known] = (lambda: None, _Known())
         self._uncuttable: str | None = None
+        self._reported_no_copy = False
+        self._has_run_here = False  # whether a check has run in this process since that was last asked
         every = [parameter for _, parameter in parts.named_parameters()]
         self.inside = functools.partial(ReturningALoss, parts.optimizers.values(), every)
 
@@ -172,7 +174,8 @@ class SplitSafety:
         known.steps += 1
         known.split_steps += splits_now
         size, asked = work.size, self._policy.micro_batch_size
-        in_place, looked, forks = False, False, self._forks()
+        self._has_run_here = False
+        looked, forks = False, self._forks()
         due = _is_power_of_two(known.split_steps if splits_now else known.steps)
         if splits_now and not due and self._tells_apart(known, work):
             known.telling_steps += 1
@@ -185,12 +188,10 @@ class SplitSafety:
         weighs = isinstance(work.batch, Window) and len(work.batch) > 1 and not work.batch.added
         tries = asked is not None and (forks or splits_now or weighs) and size is not None and size > 1
         if due and tries:
-            looked = self._try_split(known, work)
-            in_place = not forks
+            looked = self._try_split(known, work, splits=splits_now or weighs)
         compares = part is not None and tries and self._is_later_check_due(known, due=due)
         if part is not None and compares:
             self._compare_halves(known, work, part)
-            in_place = not forks
         # The second step too, if the first has not shown all: its batch may be one that resets what others change.
         if forks and known.steps <= 2 and not looked and not known.side_effects:
             found = self._look_for_side_effects(known, work)
@@ -222,7 +223,7 @@ class SplitSafety:
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
         # What begins later is found before a split and before a step is made again.
         known.settled = tried or not (forks or weighs) or size is None or asked is None
-        return in_place, refused is None
+        return self._has_run_here, refused is None
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
         cannot, verdict = refused[1] if refused else self._uncuttable, known.verdict
@@ -391,34 +392,57 @@ class SplitSafety:
 
     def _forks(self) -> bool:
         """Return whether a copy of this process can try out what a step does."""
-        return self.may_copy and self.parts.device_type() == "cpu" and backward_works_in_a_copy()
+        if not self.may_copy or self.parts.device_type() != "cpu":
+            return False
+        try:
+            return backward_works_in_a_copy()
+        except NoAnswer as error:
+            self._report_no_copy(str(error))
+            return False
 
-    def _try_split(self, known: _Known, work: Work, empty: int | None = None) -> bool:
-        """Try a split out; return whether side effects were looked for as well."""
+    def _report_no_copy(self, why: str) -> None:
+        """Record, once, that the system refuses what a copy of this process needs."""
+        if not self._reported_no_copy:
+            self._reported_no_copy = True
+            self._record.emit(run_events.SplitNotTried(why=why))
+
+    def _try_split(self, known: _Known, work: Work, empty: int | None = None, *, splits: bool = True) -> bool:
+        """Try a split out, which is about to be made if `splits`; return whether side effects were looked for too."""
         if not self._policy.check_split:
             known.verdict = Verdict(outcome="trusted", why="check_split=False")
             return False
         assert work.size is not None
-        batch, size, forks = largest_of(work.batch, work.split), work.size, self._forks()
+        batch, size = largest_of(work.batch, work.split), work.size
         empty = None if isinstance(work.batch, Window) else empty
 
-        check = self._split_check(known, work)
-        found = self._verdict_of(lambda: check.run(batch, size, empty))
+        found = self._verdict_of(known, work, lambda check: check.run(batch, size, empty), here=splits)
+        if found.not_made:
+            return False  # not proven, and tried again before the first split
         known.verdict = found if known.verdict is None else merged([known.verdict, found])
         if known.verdict.changes_batch or known.verdict.outcome != "unknown":
             known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
-        looked = forks and found.outcome != "unknown"
+        looked = found.outcome != "unknown" and not self._has_run_here
         if looked:
             known.side_effects = known.verdict.side_effects
         return looked
 
-    def _verdict_of(self, run: Callable[[], Verdict]) -> Verdict:
-        """Run a check, in a copy of this process if possible. H209 for a loss that does the guard's work."""
+    def _verdict_of(self, known: _Known, work: Work, run: Callable[[SplitCheck], Verdict], *, here: bool) -> Verdict:
+        """Run a check in a copy of this process; H209 for a loss that does the guard's work.
+
+        It runs in this process where no copy is possible. Where the system refuses one just now, so that this process
+        is the only place left, that is done only if the answer is needed now (`here`).
+        """
+        found = None
         if self._forks():
-            found = in_a_copy(lambda: attempted(run))
-        else:
+            check = self._split_check(known, work, in_a_copy=True)
+            found = in_a_copy(lambda: attempted(lambda: run(check)))
+            if found.not_made:
+                self._report_no_copy(found.why)
+        if found is None or (found.not_made and here):
+            self._has_run_here = True
+            check = self._split_check(known, work, in_a_copy=False)
             with isolated(), self.alone():  # the caller puts buffers and device random state back
-                found = attempted(run)
+                found = attempted(lambda: run(check))
         if found.called:
             raise called_inside(found.called)
         return found
@@ -449,8 +473,7 @@ class SplitSafety:
         known.later_checks += 1
 
         began = clock.monotonic_seconds()
-        check = self._split_check(known, work)
-        found = self._verdict_of(lambda: check.compare_halves(piece, samples))
+        found = self._verdict_of(known, work, lambda check: check.compare_halves(piece, samples), here=False)
         seconds = clock.monotonic_seconds() - began
         # What could not be tried now, such as for lack of memory, says nothing against what was tried before.
         if found.outcome != "unknown":
@@ -463,7 +486,7 @@ class SplitSafety:
 
     def _look_for_side_effects(self, known: _Known, work: Work, *, logs_too: bool = False) -> tuple[str, ...] | None:
         """Return only what else a forward pass changes; None if that cannot be tried out."""
-        check, size = self._split_check(known, work), work.size
+        check, size = self._split_check(known, work, in_a_copy=True), work.size
         batch = work.batch if size is None else largest_of(work.batch, work.split)
         found = in_a_copy(lambda: attempted(lambda: check.look(batch, size, logs_too=logs_too)))
         if found.outcome == "unknown" and size is not None:  # such as carried state of the size of the whole batch
@@ -483,7 +506,7 @@ class SplitSafety:
             return ("unknown, since it could not be tried out",)
         return found or ()
 
-    def _split_check(self, known: _Known, work: Work) -> SplitCheck:
+    def _split_check(self, known: _Known, work: Work, *, in_a_copy: bool) -> SplitCheck:
         return SplitCheck(
             loss_fn=work.loss_fn,
             split=work.split,
@@ -492,7 +515,7 @@ class SplitSafety:
             parameters=work.parameters,
             calling=self._calling,
             rounds_to_half=self._policy.precision != "fp32",
-            in_a_copy=self._forks(),
+            in_a_copy=in_a_copy,
             known=() if known.verdict is None else known.verdict.held,
             has_passed=known.verdict is not None and known.verdict.outcome in ("exact", "random"),
         )
