@@ -51,6 +51,8 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "mean_time_between_failures_hours": ([*_NOT_HOURS, None], [1, 0.25, np.float64(3.1)]),
     "keep_latest_k": ([*_NOT_A_COUNT, None], [1, 50]),
     "scheduler_interval": (["steps", "batch", 1, True], ["step", "epoch", None]),
+    "stop_signals": (["SIGTERM", ("USR1",), ("SIGKILL",), (10,), None, {"SIGTERM"}], [(), ("SIGTERM", "SIGUSR2")]),
+    "stop_exit_code": ([-1, 256, 1.5, True, "85"], [None, 0, 85, 255]),
 }  # fmt: skip
 
 
