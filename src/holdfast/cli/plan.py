@@ -18,6 +18,7 @@ from holdfast.core.durable import replace_file
 from holdfast.core.errors import OutOfMemoryError, PolicyError
 from holdfast.core.files import SHARED
 from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device
+from holdfast.forecast.plan.fit import UNMEASURED_MARGIN_SHARE
 from holdfast.forecast.plan.forecasting import DevicePlan, Forecast, Order, Verification, has_bf16, make_forecast
 from holdfast.forecast.plan.planning import Row, with_relative_times
 from holdfast.forecast.trace.events import Assumption, shares_of
@@ -54,7 +55,11 @@ Precisions = Annotated[
     ),
 ]
 Margin = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 10 % of the device.")
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="What to keep free, such as 1GiB; else 10 % of an H100 SXM or H200, and 22 % of any other device.",
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")]
 
@@ -288,14 +293,21 @@ def _command_of(order: Order) -> str:
 
 
 def _margin_of(plan: DevicePlan) -> str:
-    """Return what a plan's margin is made of; empty where it is only what no forecast can know."""
-    open_bytes = 0 if plan.question.margin_bytes is not None else plan.trace.uncalibrated_bytes
-    if not open_bytes:
+    """Return what a plan's margin covers; empty where it was asked for, or is what was measured on this device."""
+    if plan.question.margin_bytes is not None:
         return ""
-    return (
-        f"of its margin {_gib(open_bytes)} are for what operators may allocate while they run and no table knows;"
-        " --margin SIZE sets another"
-    )
+    covered = []
+    if not plan.question.device.is_measured:
+        covered.append(
+            "no forecast was measured on this device: its margin covers the context of other drivers and builds, "
+            f"cuDNN, and fragmentation, in all a forecast that is {UNMEASURED_MARGIN_SHARE:.0%} too low"
+        )
+    if plan.trace.uncalibrated_bytes:
+        covered.append(
+            f"of its margin {_gib(plan.trace.uncalibrated_bytes)} are for what operators may allocate while they run "
+            "and no table knows"
+        )
+    return "; ".join([*covered, "--margin SIZE sets another"]) if covered else ""
 
 
 def _what_is_missing(plan: DevicePlan) -> str:

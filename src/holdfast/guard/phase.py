@@ -1,11 +1,11 @@
-"""Where a run stands: one value, and the only ways from one to the next.
+"""Where a run stands: one value, and the ways from one to the next.
 
     closed → at boundary → in step → committing → after step → at boundary
                               ↓           ↓
              (taken back: as before)   rolling back → after step, or rewound → at boundary
 
 Only at a boundary and after a step may the state be saved. The engine, whoever drives it, and the session name the
-transition.
+transition, and are trusted to name one that is drawn here: nothing checks it.
 """
 
 from __future__ import annotations

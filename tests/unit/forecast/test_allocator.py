@@ -168,10 +168,20 @@ def test_a_workspace_that_backward_needs_first_takes_what_forward_has_left() -> 
 
 
 def test_the_margin_has_a_floor_and_keeps_all_unknown_scratch() -> None:
-    """A small device keeps 512 MiB back, a large one 10 percent, and unknown scratch comes on top of either."""
+    """A small H100 keeps 512 MiB back, a large one 10 percent, and unknown scratch comes on top of either."""
     small, large = (replace(find_device("H100"), usable_bytes=gib * GIB) for gib in (4, 100))
     assert default_margin_bytes(small) == LEAST_MARGIN_BYTES
     assert default_margin_bytes(large, uncalibrated_scratch_bytes=7) == 10 * GIB + 7
+
+
+@pytest.mark.parametrize("name", ["V100-16GB", "V100-32GB", "T4", "A100-80GB", "RTX 4090", "24GiB", "140GiB", "B200"])
+def test_a_forecast_that_is_a_fifth_too_low_still_fits_where_none_was_measured(name: str) -> None:
+    """The worst of ten published peaks was 21 % above its forecast, on a V100 with an older torch."""
+    device = find_device(name)
+    margin = default_margin_bytes(device)
+    assert not device.is_measured
+    assert (device.usable_bytes - margin) / (1 - 0.21) <= device.usable_bytes
+    assert default_margin_bytes(replace(device, is_measured=True)) < margin
 
 
 @pytest.mark.parametrize("name", ["T4", "V100-16GB", "A100-80GB", "RTX 3090", "24GiB", "80GiB"])

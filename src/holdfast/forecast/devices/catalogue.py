@@ -37,6 +37,8 @@ class Device:
         cublaslt_workspace_bytes: The same of cuBLASLt; 0 where it shares that of cuBLAS.
         flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see `flops_per_second`.
         capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
+        is_measured: Whether forecasts were held against real runs on this device. What is known of the others is
+            from public messages, so that more is kept free.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Device:
     bandwidth: float
     flops: Mapping[str, float]
     capability: tuple[int, int] | None = None
+    is_measured: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -123,6 +126,7 @@ def _of_unknown_kind(size: int) -> Device:
         usable_bytes=size,
         context_bytes=max(one.context_bytes for one in likely),
         capability=min(one.capability for one in likely if one.capability),
+        is_measured=False,
         sources={**sources, "usable": "as given", "context": "the largest of the catalogue's NVIDIA devices"},
     )
 
@@ -149,6 +153,7 @@ def _entry(entry: Mapping[str, Any], found: Mapping[str, Any]) -> Device:
         bandwidth=entry["bandwidth_gb"] * 1e9,
         flops={dtype: rate * 1e12 for dtype, rate in entry["tflops"].items()},
         capability=(major, minor),
+        is_measured=entry.get("measured", False),
         sources={**entry["sources"], "cublas": cublas["source"], "cublaslt": cublaslt["source"]},
     )
 
