@@ -30,12 +30,14 @@ class WithQueue(nn.Module):
         self.register_buffer("queue", torch.zeros(length))
         self.register_buffer("rank_code", torch.full((3,), float(rank)))
         self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self.register_buffer("passes", torch.zeros(1), persistent=False)  # the same on all ranks
 
     def forward(self, batch):
         hidden = self.norm(self.first(batch))
         if self.training:
             self.queue[: len(batch)] = batch[:, 0]
             self.seen += batch.sum()
+            self.passes += 1
         return self.last(hidden)
 
 
@@ -59,6 +61,7 @@ def made(rank, kind):
         return net, fully_shard(net)
     if kind == "ignored":
         names = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "queue", "rank_code", "seen"]
+        names.append("passes")
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
         return net, DistributedDataParallel(net)
     if kind == "alone":
@@ -70,7 +73,8 @@ def own_state(net, recent, averaged):
     found = {name: buffer.clone() for name, buffer in net.named_buffers()}
     found["recent"] = recent.value.clone()
     if averaged is not None:
-        found |= {f"averaged.{name}": buffer.clone() for name, buffer in averaged.module.named_buffers()}
+        named = averaged.module.named_buffers()
+        found |= {f"averaged.{name}": buffer.clone() for name, buffer in named if name != "passes"}
     return found
 
 

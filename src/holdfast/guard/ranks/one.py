@@ -141,7 +141,11 @@ class OneRank:
     # --- saving ---------------------------------------------------------------------------------------------
 
     def states(
-        self, own: Callable[[], Mapping[str, Any]], trees: Callable[[], Kinds], constant: Callable[[], Iterable[str]]
+        self,
+        own: Callable[[], Mapping[str, Any]],
+        trees: Callable[[], Kinds],
+        constant: Callable[[], Iterable[str]],
+        unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:
         """Return what a checkpoint holds of each rank, besides what is the same on all; None if there is one.
 
@@ -149,6 +153,7 @@ class OneRank:
             own: Returns what is kept of each rank in any case.
             trees: Returns what is kept where it differs between ranks; only the first rank gets that of the others.
             constant: Returns the names of the buffers among these that no step has changed.
+            unsaved: Returns the names of buffers that are saved nowhere else; those among these are kept in any case.
         """
         return None
 

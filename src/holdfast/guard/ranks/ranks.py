@@ -456,7 +456,11 @@ class Ranks(OneRank):
     # --- saving ---------------------------------------------------------------------------------------------
 
     def states(
-        self, own: Callable[[], Mapping[str, Any]], trees: Callable[[], Kinds], constant: Callable[[], Iterable[str]]
+        self,
+        own: Callable[[], Mapping[str, Any]],
+        trees: Callable[[], Kinds],
+        constant: Callable[[], Iterable[str]],
+        unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:
         """Return what a checkpoint holds of each rank, besides what is the same on all; see `OneRank.states`."""
         if self._messages.has_left:
@@ -468,6 +472,9 @@ class Ranks(OneRank):
         )
         self._catch_up([state.pop("behind") for state in each])
         names = differing([state.pop("digests") for state in each])
+        names["buffers"] += [
+            name for name in unsaved() if name in digests["buffers"] and name not in names["buffers"]
+        ]
         if any(names.values()):
             kept = self._messages.to_first("what differs between ranks", chosen(own_trees, names))
             for state, of_rank in zip(each, kept or [], strict=False):

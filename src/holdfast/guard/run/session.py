@@ -307,7 +307,20 @@ class Session:
 
     def states_of_ranks(self) -> dict[str, Any] | None:
         """Return what a checkpoint holds of each of several ranks, see `Ranks.states`."""
-        return self.ranks.states(self.own_state, self._own_trees, self._engine.buffers.constant)
+        return self.ranks.states(
+            self.own_state, self._own_trees, self._engine.buffers.constant, self._unsaved_buffers
+        )
+
+    def _unsaved_buffers(self) -> list[str]:
+        """Return the names of buffers that steps change and that are in no `state_dict` (``persistent=False``)."""
+        changing = self._engine.buffers.now()
+        return [
+            name
+            for model_name, model in self.parts.models.items()
+            for prefix, module in model.named_modules()
+            for key in sorted(module._non_persistent_buffers_set)
+            if (name := ".".join(part for part in (model_name, prefix, key) if part)) in changing
+        ]
 
     def _own_trees(self) -> dict[str, dict[str, Any]]:
         """Return by name what may have a value of its own on each rank: buffers, and the state of the caller."""
