@@ -285,9 +285,10 @@ class Guard:
     # --- opening, closing -----------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._session.open()
-        self._asked.install()
-        self._engine.diagnosis.open()
+        with naming_lack_of_memory("opening the run directory"):
+            self._session.open()
+            self._asked.install()
+            self._engine.diagnosis.open()
 
     def _release(self, how: End | None = None) -> None:
         self._boundaries.count_batch()
