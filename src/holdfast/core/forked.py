@@ -83,7 +83,7 @@ def in_a_copy_of_this_process(
         try:
             is_copying = True
             child = os.fork()
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             os.close(reading)
             os.close(writing)
             raise NoAnswer(f"cannot fork ({error})", not_made=True) from error

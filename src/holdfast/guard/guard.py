@@ -312,11 +312,12 @@ class Guard:
     # --- opening, closing -----------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._session.open()
-        self._asked.install()
-        for name in self._asked.left_alone:
-            self._record.emit(run_events.SignalLeftAlone(signal=name))
-        self._engine.diagnosis.open()
+        with naming_lack_of_memory("opening the run directory"):
+            self._session.open()
+            self._asked.install()
+            for name in self._asked.left_alone:
+                self._record.emit(run_events.SignalLeftAlone(signal=name))
+            self._engine.diagnosis.open()
 
     def _release(self, how: End | None = None) -> None:
         self._boundaries.count_batch()

@@ -9,6 +9,7 @@ The last words of a recording say how the run ended, as far as its own process c
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -85,6 +86,8 @@ class RunRecord:
             self._box = BlackBox(self._directory)
             self._process = os.getpid()
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise  # no room in memory, to which the recording is mapped: free space on the disk does not help
             raise RunDirectoryError(
                 f"the recording in {self._directory} cannot be made ({error.strerror or error})",
                 limit="3 MiB are allocated when a run starts, so that a full disk cannot silence it later",

@@ -38,6 +38,8 @@ _PATTERNS = tuple(
         r"posix_memalign failed",
     )
 )
+# Of the dynamic linker, for a library that does not fit into the address space: an ImportError.
+_NOT_LOADED = re.compile(r"failed to map segment|cannot allocate memory", re.IGNORECASE)
 _STICKY = re.compile(
     r"device-side assert|illegal memory access|unspecified launch failure|uncorrectable|misaligned address"
     r"|illegal instruction|hardware stack error|cuda error: .*context is destroyed",
@@ -62,6 +64,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
         typed = isinstance(link, (torch.OutOfMemoryError, MemoryError))
         typed = typed or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
         text = str(link)
+        typed = typed or (isinstance(link, ImportError) and bool(_NOT_LOADED.search(text)))
         texted = isinstance(link, (RuntimeError, OSError)) and (
             is_onednn_failure(text) or any(pattern.search(text) for pattern in _PATTERNS)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,24 @@ def test_a_process_that_may_not_fork_trains_on(tmp_path, monkeypatch, micro_batc
     assert the_event(guard, "split_not_tried").data["why"]
     first = events(guard, "promises")[0].data
     assert first["split_promise"] == (None if micro_batch_size == "auto" else "equal up to rounding")
+
+
+def test_without_another_thread_the_loop_waits_for_its_saves(tmp_path, monkeypatch):
+    """At the limit of threads every checkpoint is written all the same, and the event says how."""
+    model = a_model()
+    loader = holdfast.DataLoader(torch.randn(32, 6), batch_size=8)
+    guard = guarded(tmp_path, model, loader=loader, save_interval_steps=2)
+
+    def refuse_thread(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+    for batch in guard.batches(max_epochs=2):
+        guard.step(batch, square_of(model))
+
+    assert the_event(guard, "saves_synchronous").data["why"]
+    assert [event.global_step for event in events(guard, "checkpoint_saved")] == [0, 2, 4, 6, 8]
+    assert not events(guard, "save_failed", "not_saved")
 
 
 def test_what_is_tried_in_the_process_itself_is_refused_as_ever(tmp_path, monkeypatch):

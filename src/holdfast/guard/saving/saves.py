@@ -301,7 +301,13 @@ class Saving:
             self._refuse(save, *bad)
             self._take_in(save)
         else:
-            self._job = Job(lambda: self._carry_out(save, nonfinite_copies), self._directory.path)
+            try:
+                self._job = Job(lambda: self._carry_out(save, nonfinite_copies), self._directory.path)
+            except (MemoryError, RuntimeError) as error:
+                if self._writers.are_several:
+                    raise
+                self._stop_background(f"no thread can be started ({error})")
+                return None
         return True
 
     # --- one save, in either thread ---------------------------------------------------------------------------

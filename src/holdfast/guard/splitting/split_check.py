@@ -662,6 +662,8 @@ def _asked(run: Callable[[], Verdict]) -> Verdict:
         return Verdict.from_json(in_a_copy_of_this_process(lambda: asdict(run())))
     except NoAnswer as error:
         return Verdict(outcome="unknown", why=str(error), short_of_memory=error.died, not_made=error.not_made)
+    except MemoryError as error:  # of this process, around the copy
+        return Verdict(outcome="unknown", why=f"no memory for a copy of this process ({error})", not_made=True)
 
 
 def attempted(run: Callable[[], Verdict]) -> Verdict:
