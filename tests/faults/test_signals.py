@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.supervise.process_tree import read_process
+
 pytestmark = pytest.mark.slow
 
 INTERRUPTED = -signal.SIGINT  # an uncaught KeyboardInterrupt
@@ -116,18 +118,33 @@ def test_what_is_ignored_when_the_guard_is_made_stays_ignored(start, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "loader"), [("SIGUSR1", "holdfast"), ("SIGUSR1", "torch"), ("SIGINT", "holdfast"), ("SIGHUP", "torch")]
+    ("name", "loader", "context"),
+    [
+        ("SIGUSR1", "holdfast", "spawn"),
+        ("SIGINT", "holdfast", "fork"),
+        ("SIGUSR1", "torch", "fork"),
+        ("SIGHUP", "torch", "fork"),
+    ],
 )
-def test_a_signal_to_all_processes_loses_no_worker(start, name, loader):
+def test_a_signal_to_all_processes_loses_no_worker(start, name, loader, context):
     """Schedulers and terminals signal the loader workers too: none is lost or replaced, the last step is saved."""
     policy = {"stop_exit_code": 3}
-    run = start(loader=loader, workers=2, seconds_per_step=0.3, save_interval_steps=1000, policy=policy)
+    run = start(
+        command=[],
+        loader=loader,
+        workers=2,
+        context=context,
+        seconds_per_step=0.5,
+        save_interval_steps=1000,
+        policy=policy,
+    )
     run.wait_for(lambda line: line.get("step", 0) >= 3)
+    workers = workers_of(run.process.pid)
     os.killpg(run.process.pid, getattr(signal, name))
-    workers = children(run.process.pid)
-    time.sleep(0.15)
-    alive = children(run.process.pid)
+    time.sleep(0.25)  # within the step
+    alive = workers_of(run.process.pid)
     assert run.process.wait(60) == 3
+    assert len(workers) == 2
     assert workers == alive
     rest = start(loader=loader, epochs=1)
     end = rest.end()
@@ -135,5 +152,8 @@ def test_a_signal_to_all_processes_loses_no_worker(start, name, loader):
     assert "loader_healed" not in {event[0] for event in end["events"]}
 
 
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+def workers_of(pid: int) -> list[int]:
+    """Return the children of a process that live, without the one that Python has beside those that it spawns."""
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    alive = [child for child in children if read_process(child).state != "Z"]
+    return [child for child in alive if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]

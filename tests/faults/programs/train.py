@@ -79,6 +79,7 @@ def main() -> None:
     kind, own = holdfast.DataLoader, {"seed": 4}
     if request.get("loader") == "torch":
         kind, own = torch.utils.data.DataLoader, {}
+    own["multiprocessing_context"] = request.get("context")
     loader = kind(Augmented(), batch_size=8, shuffle=True, num_workers=request.get("workers", 0), **own)
     guard = holdfast.Guard(
         request["run_dir"],
@@ -132,4 +133,5 @@ def main() -> None:
     )
 
 
-main()
+if __name__ == "__main__":  # a worker that is spawned imports this file
+    main()
