@@ -30,12 +30,27 @@ def readings(curve: Curve, count: int = 300, *, optimizers: int = 1) -> list[Rea
 
 
 FELL: dict[str, tuple[Curve, int]] = {
-    "cross-entropy": (lambda step, noise: 0.3 + 2 * math.exp(-step / 50) + noise.gauss(0, 0.1), 300),
+    "cross-entropy": (
+        lambda step, noise: 0.3 + 2 * math.exp(-step / 50) + noise.gauss(0, 0.1),
+        300,
+    ),
     "a few steps": (lambda step, _: 2.3 - 0.1 * step, 12),
-    "falls at once, then rests": (lambda step, noise: (5.0 if step == 0 else 0.01) + noise.gauss(0, 1e-3), 20),
-    "negative ELBO": (lambda step, noise: 550 - 450 * (1 - math.exp(-step / 50)) + noise.gauss(0, 9), 300),
-    "negative log-likelihood below zero": (lambda step, noise: 1.4 - step / 100 + noise.gauss(0, 0.3), 300),
-    "negative cosine": (lambda step, noise: -0.9 * (1 - math.exp(-step / 50)) + noise.gauss(0, 0.05), 300),
+    "falls at once, then rests": (
+        lambda step, noise: (5.0 if step == 0 else 0.01) + noise.gauss(0, 1e-3),
+        20,
+    ),
+    "negative ELBO": (
+        lambda step, noise: 550 - 450 * (1 - math.exp(-step / 50)) + noise.gauss(0, 9),
+        300,
+    ),
+    "negative log-likelihood below zero": (
+        lambda step, noise: 1.4 - step / 100 + noise.gauss(0, 0.3),
+        300,
+    ),
+    "negative cosine": (
+        lambda step, noise: -0.9 * (1 - math.exp(-step / 50)) + noise.gauss(0, 0.05),
+        300,
+    ),
     "batches of one": (lambda step, noise: (1 - step / 1500) * noise.gauss(1, 0.5), 1000),
 }
 FLAT: dict[str, tuple[Curve, int]] = {
