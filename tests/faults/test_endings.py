@@ -21,10 +21,23 @@ _TIMEOUT_SECONDS = 120.0
 
 def verdict_on(run: Path, name: str, *arguments: str) -> dict[str, Any]:
     """Return the verdict on a program of this folder that ended with status 0."""
-    command = [*CLI, "--run-dir", str(run), "--restart-delay", "0", "--", sys.executable, str(PROGRAMS / name)]
+    command = [
+        *CLI,
+        "--run-dir",
+        str(run),
+        "--restart-delay",
+        "0",
+        "--",
+        sys.executable,
+        str(PROGRAMS / name),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS
+        [*command, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
     )
     assert ended.returncode == 0, ended.stderr
     verdict: dict[str, Any] = json.loads((run / "verdict.json").read_text())

@@ -1,7 +1,7 @@
 """What keeps a run that ended with status 0 from being called well.
 
-Status 0 says that the command came to its end, and nothing of what it was for. A run is called well only where its
-loss fell and nothing below applies.
+Status 0 says that the command came to its end, and nothing of what it was for. A run is called well
+only where its loss fell and nothing below applies.
 
 Does not: choose between causes of a failure (see ``judging``).
 """
@@ -49,7 +49,7 @@ def shortfalls(facts: Facts) -> list[Shortfall]:
 
 
 def loss_diverged(facts: Facts) -> Shortfall | None:
-    """The loss ended far above where it began; one that is beyond use is a failure of its own, H1617."""
+    """The loss ended far above where it began; one that is beyond use is a failure, H1617."""
     if facts.lost is None or facts.lost.exploded:
         return None
     sentence = facts.lost.sentence()
@@ -57,7 +57,7 @@ def loss_diverged(facts: Facts) -> Shortfall | None:
 
 
 def loss_did_not_fall(facts: Facts) -> Shortfall | None:
-    """The loss that the optimizer minimised is no lower at the end, or it rose a thousandfold on the way."""
+    """The loss is no lower at the end, or it rose a thousandfold on the way."""
     learning = facts.learning
     if learning is None or learning.outcome not in ("flat", "spiked"):
         return None

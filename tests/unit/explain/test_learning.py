@@ -5,10 +5,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from holdfast.explain.runs.learning import Reading, learning_of, learning_of_process, learning_of_run
+from holdfast.explain.runs.learning import (
+    Reading,
+    learning_of,
+    learning_of_process,
+    learning_of_run,
+    loader_wait_of_run,
+    readings_of_process,
+)
+from holdfast.recorder.progress import SampleRing, StepSample
+from holdfast.recorder.run_files import SAMPLES_FILE
 
 Curve = Callable[[int, random.Random], float]
 
@@ -20,12 +30,27 @@ def readings(curve: Curve, count: int = 300, *, optimizers: int = 1) -> list[Rea
 
 
 FELL: dict[str, tuple[Curve, int]] = {
-    "cross-entropy": (lambda step, noise: 0.3 + 2 * math.exp(-step / 50) + noise.gauss(0, 0.1), 300),
+    "cross-entropy": (
+        lambda step, noise: 0.3 + 2 * math.exp(-step / 50) + noise.gauss(0, 0.1),
+        300,
+    ),
     "a few steps": (lambda step, _: 2.3 - 0.1 * step, 12),
-    "falls at once, then rests": (lambda step, noise: (5.0 if step == 0 else 0.01) + noise.gauss(0, 1e-3), 20),
-    "negative ELBO": (lambda step, noise: 550 - 450 * (1 - math.exp(-step / 50)) + noise.gauss(0, 9), 300),
-    "negative log-likelihood below zero": (lambda step, noise: 1.4 - step / 100 + noise.gauss(0, 0.3), 300),
-    "negative cosine": (lambda step, noise: -0.9 * (1 - math.exp(-step / 50)) + noise.gauss(0, 0.05), 300),
+    "falls at once, then rests": (
+        lambda step, noise: (5.0 if step == 0 else 0.01) + noise.gauss(0, 1e-3),
+        20,
+    ),
+    "negative ELBO": (
+        lambda step, noise: 550 - 450 * (1 - math.exp(-step / 50)) + noise.gauss(0, 9),
+        300,
+    ),
+    "negative log-likelihood below zero": (
+        lambda step, noise: 1.4 - step / 100 + noise.gauss(0, 0.3),
+        300,
+    ),
+    "negative cosine": (
+        lambda step, noise: -0.9 * (1 - math.exp(-step / 50)) + noise.gauss(0, 0.05),
+        300,
+    ),
     "batches of one": (lambda step, noise: (1 - step / 1500) * noise.gauss(1, 0.5), 1000),
 }
 FLAT: dict[str, tuple[Curve, int]] = {
@@ -92,3 +117,42 @@ def test_of_ranks_the_surest_counts_and_reward_is_never_judged():
     assert learning_of_run([readings(lambda *_: 1.0, 3), falling]).outcome == "fell"
     assert learning_of_run([falling], by_reward=True).outcome == "unclear"
     assert learning_of_run([]).outcome == "unclear"
+
+
+def record(folder: Path, steps: int, *, wait_seconds: float) -> None:
+    """Write the samples of a process whose steps take 0.1 s each, and whose loss falls in its first steps only."""
+    ring = SampleRing(folder / SAMPLES_FILE)
+    for step in range(1, steps + 1):
+        ring.append(
+            StepSample(
+                step=step,
+                micro_steps=1,
+                loss=1.0 + math.exp(-step / 1000),
+                grad_norm=None,
+                learning_rate=0.1,
+                seconds=0.1,
+                wait_seconds=wait_seconds,
+            )
+        )
+    ring.close()
+
+
+def test_the_share_of_waiting_is_that_of_all_steps_but_the_first(tmp_path):
+    """Waiting that adds up to less than two seconds is no matter, and neither is a folder without samples."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "short").mkdir()
+    record(tmp_path / "slow", 101, wait_seconds=0.063)
+    record(tmp_path / "short", 11, wait_seconds=0.063)
+    wait = loader_wait_of_run([tmp_path / "slow", tmp_path / "missing"])
+    assert wait is not None
+    assert wait.share == pytest.approx(0.63)
+    assert wait.steps == 100
+    assert loader_wait_of_run([tmp_path / "short"]) is None
+
+
+def test_a_run_that_is_longer_than_its_ring_is_judged_from_its_beginning(tmp_path):
+    """What the ring does not hold any more lies in its history: the loss fell long ago, and is flat in the ring."""
+    record(tmp_path, 70_000, wait_seconds=0.0)
+    kept = readings_of_process(tmp_path)
+    assert kept[0].step == 1
+    assert learning_of_process(kept).outcome == "fell"

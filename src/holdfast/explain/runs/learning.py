@@ -1,10 +1,11 @@
 """Whether the recorded loss of a run fell, and how long its steps waited for their loader.
 
-A loss is only judged where a fall means progress: not where several optimizers take turns, as in a GAN, nor where a
-policy is trained by reward, nor where the loss goes on changing its sign. Where the noise hides a fall that would
-matter, the answer is that nobody knows.
+A loss is only judged where a fall means progress: not where several optimizers take turns, as in
+a GAN, nor where a policy is trained by reward, nor where the loss goes on changing its sign. Where
+the noise hides a fall that would matter, the answer is that nobody knows.
 
-Does not: look for a training that was lost (see ``curves``), or choose the words of a verdict (see ``good_ends``).
+Does not: look for a training that was lost (see ``curves``), or choose the words of a verdict (see
+``good_ends``).
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from holdfast.recorder.run_files import SAMPLES_FILE
 FEWEST_LOSSES = 10
 """Fewer say nothing of a trend."""
 _LEAST_FALL = 0.01
-"""Share of its level by which a loss must fall. Adam at a learning rate of 1e-6 takes some hundred steps for it."""
+"""Share of its level by which a loss must fall. Adam at a learning rate of 1e-6 takes some hundred
+steps for it."""
 _SURE = 4.0
-"""Standard errors by which a fall must exceed its noise; several beginnings are tried, so that it is not two."""
+"""Standard errors by which a fall must exceed its noise; several beginnings are tried, so that it
+is not two."""
 _LIKELY = 2.0
 """Standard errors from which on a fall is likely, so that the loss is not called flat either."""
 _LEFT = 3.0
-"""Standard deviations of its noise by which a loss must rise to have left the level at which it began."""
+"""Standard deviations of its noise by which a loss must rise to have left the level at which it
+began."""
 _SURE_OF_ONE = 6.0
 """The same where the beginning is the first loss alone."""
 _MOST_HIDDEN = 0.3
@@ -41,7 +45,8 @@ _LOW = 0.1
 _MINORITY = 0.1
 """Share of losses with the rarer sign from which on a stretch is said to have both."""
 _SPIKE = 1000.0
-"""Rise over the first loss that is worth a word even where the loss came back. A single one may be one batch."""
+"""Rise over the first loss that is worth a word even where the loss came back. A single one may be
+one batch."""
 _LEAST_LEVEL = 1.0
 """A first loss below counts as this for a spike: one that begins at 0 has no scale of its own."""
 _FIRST = 3
@@ -55,7 +60,8 @@ _RECORDS_OF_A_ROW = 64
 """As ``recorder.history`` keeps them at least."""
 _LEAST_STEPS = 10
 _LEAST_WAIT_SECONDS = 2.0
-"""Waiting below is no matter, whatever its share: a run of seconds starts its workers for half of its time."""
+"""Waiting below is no matter, whatever its share: a run of seconds starts its workers for half of
+its time."""
 
 
 class Reading(NamedTuple):
@@ -71,10 +77,12 @@ def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = Fa
 
     Args:
         curves: Of each rank, or of each process that trained, the recorded losses, oldest first.
-        by_reward: Whether the script imported a package of environments, as reinforcement learning does.
+        by_reward: Whether the script imported a package of environments, as reinforcement learning
+            does.
 
     Returns:
-        What one of the curves says: ranks see other samples of the same loss, so the surest answer counts.
+        What one of the curves says: ranks see other samples of the same loss, so the surest answer
+        counts.
     """
     if by_reward:
         reason = "the loss of a policy that is trained by reward is no measure of it"
@@ -86,7 +94,7 @@ def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = Fa
 
 
 def learning_of_process(readings: Sequence[Reading]) -> Learning:
-    """Return whether the loss of one process fell; of several trainings, one after the other, that of the newest."""
+    """Return whether the loss of one process fell; of several trainings in a row, the newest."""
     stretches = _by_optimizer(readings)
     if len(stretches) >= 2 * len({stretch[0].optimizer for stretch in stretches}):
         return Learning(outcome="unclear", reason="several optimizers took turns, each with a loss of its own")
@@ -94,7 +102,10 @@ def learning_of_process(readings: Sequence[Reading]) -> Learning:
     newest = judged[-1] if judged else readings
     learning = learning_of(newest)
     if learning.outcome == "flat" and newest[0].step > FEWEST_LOSSES and newest[0] is readings[0]:
-        return Learning(outcome="unclear", reason=f"the losses before step {newest[0].step:,} are not recorded here")
+        return Learning(
+            outcome="unclear",
+            reason=f"the losses before step {newest[0].step:,} are not recorded here",
+        )
     return learning
 
 
@@ -109,7 +120,7 @@ def _by_optimizer(readings: Sequence[Reading]) -> list[list[Reading]]:
 
 
 def learning_of(readings: Sequence[Reading]) -> Learning:
-    """Return whether a loss fell: it is lower at its end than at its beginning, by more than its noise."""
+    """Return whether a loss is lower at its end than at its beginning, by more than its noise."""
     finite = [reading for reading in readings if math.isfinite(reading.loss)]
     if len(finite) < FEWEST_LOSSES:
         count = f"only {len(finite)} losses were recorded" if finite else "no loss was recorded"
@@ -120,7 +131,10 @@ def learning_of(readings: Sequence[Reading]) -> Learning:
     end = losses[-size:]
     last = statistics.median(end)
     if _has_both_signs(beginning) and _has_both_signs(end):
-        return Learning(outcome="unclear", reason="the loss changes its sign all the time, so that it is no measure")
+        return Learning(
+            outcome="unclear",
+            reason="the loss changes its sign all the time, so that it is no measure",
+        )
     spike = _spike(finite)
     if spike is not None:
         return spike
@@ -131,9 +145,15 @@ def learning_of(readings: Sequence[Reading]) -> Learning:
         return Learning(outcome="fell", first=first, last=last)
     first = statistics.median(beginning)
     if _has_both_signs(beginning) or _has_both_signs(end):
-        return Learning(outcome="unclear", reason="the loss changes its sign, and shows no fall beyond its noise")
+        return Learning(
+            outcome="unclear",
+            reason="the loss changes its sign, and shows no fall beyond its noise",
+        )
     if _level_it_fell_from(losses, _LIKELY) is not None:
-        return Learning(outcome="unclear", reason="the loss is lower at its end, but hardly by more than its noise")
+        return Learning(
+            outcome="unclear",
+            reason="the loss is lower at its end, but hardly by more than its noise",
+        )
     error = math.hypot(_error(beginning), _error(end))
     if _is_fall(last, first, _LIKELY * error):
         return Learning(outcome="rose", first=first, last=last)
@@ -152,16 +172,16 @@ def _size_of_end(losses: Sequence[float]) -> int:
 
 
 def _rose_first(losses: Sequence[float]) -> bool:
-    """Return whether a loss soon left the level at which it began, upwards, as at too high a learning rate."""
+    """Return whether a loss soon rose above where it began, as at too high a learning rate."""
     size = _size_of_end(losses)
     return statistics.median(losses[:size]) - losses[0] > _LEFT * _noise(losses[-size:])
 
 
 def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
-    """Return the level at the beginning that the end lies below by so many standard errors; None: there is none.
+    """Return the level at the beginning that the end lies so many standard errors below; or None.
 
-    A loss can fall within a few steps and then rest, or all the time: the beginning may be the first loss alone, the
-    first few, or as much as the first quarter.
+    A loss can fall within a few steps and then rest, or all the time: the beginning may be the
+    first loss alone, the first few, or as much as the first quarter.
     """
     end = losses[-_size_of_end(losses) :]
     last = statistics.median(end)
@@ -205,7 +225,8 @@ def _noise(losses: Sequence[float]) -> float:
 def _error(losses: Sequence[float]) -> float:
     """Return the standard error of the median of losses.
 
-    Where they are many, also from how far the medians of blocks lie apart: only there slow noise shows.
+    Where they are many, also from how far the medians of blocks lie apart: only there slow noise
+    shows.
     """
     error = _MEDIAN_ERROR * _noise(losses) / math.sqrt(len(losses))
     size = len(losses) // _BLOCKS
@@ -221,7 +242,7 @@ def _has_both_signs(losses: Sequence[float]) -> bool:
 
 
 def _spike(readings: Sequence[Reading]) -> Learning | None:
-    """Return that the loss rose a thousandfold for more than one batch, whatever became of it; None: it did not."""
+    """Return that the loss rose a thousandfold for more than one batch; None: it did not."""
     level = max(abs(readings[0].loss), _LEAST_LEVEL)
     limit = _SPIKE * level
     for before, after in itertools.pairwise(readings):
@@ -234,14 +255,17 @@ def _spike(readings: Sequence[Reading]) -> Learning | None:
 def readings_of_process(folder: Path) -> list[Reading]:
     """Return the losses that were recorded of a process, oldest first; none if they cannot be read.
 
-    Steps that its ring does not hold any more are there as the means of their rows, and then those of the ring are
-    means of as many, so that both are as noisy.
+    Steps that its ring does not hold any more are there as the means of their rows, and then those
+    of the ring are means of as many, so that both are as noisy.
     """
     readings = _readings((sample.step, sample.loss, sample.optimizer) for sample in samples_of(folder))
     history = folder / f"{SAMPLES_FILE}.history"
     if not history.exists():
         return readings
-    from holdfast.recorder.history import NAMES, read_history  # here: numpy takes a tenth of a second
+    from holdfast.recorder.history import (
+        NAMES,
+        read_history,
+    )  # here: numpy takes a tenth of a second
 
     loss = NAMES.index("loss")
     first = readings[0].step if readings else math.inf
@@ -254,7 +278,7 @@ def readings_of_process(folder: Path) -> list[Reading]:
 
 
 def _means(readings: Sequence[Reading]) -> list[Reading]:
-    """Return one reading for each stretch of as many as a row of the history has, of each optimizer."""
+    """Return the mean of each stretch of readings, as long as a row of the history."""
     means: list[Reading] = []
     for optimizer in dict.fromkeys(reading.optimizer for reading in readings):
         own = [reading for reading in readings if reading.optimizer == optimizer]
@@ -266,7 +290,7 @@ def _means(readings: Sequence[Reading]) -> list[Reading]:
 
 
 def readings_of_guard(folder: Path, until: float) -> list[Reading]:
-    """Return the losses of the steps that a Guard committed before a Unix time, of all attempts, oldest first."""
+    """Return the losses of the steps that a Guard committed before a Unix time, oldest first."""
     try:
         marks = [mark for mark in read_steps(folder) if mark.unix_seconds < until]
     except (HoldfastError, OSError, ValueError):
@@ -287,7 +311,7 @@ def samples_of(folder: Path) -> list[StepSample]:
 
 
 def loader_wait_of_run(folders: Iterable[Path]) -> LoaderWait | None:
-    """Return how long the steps of processes waited for their loaders, without the first; None: that is no matter."""
+    """Return how long steps waited for their loaders, without the first; None: that is no matter."""
     timed = [
         sample
         for folder in folders

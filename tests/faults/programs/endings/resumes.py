@@ -29,5 +29,8 @@ for step in range(first, 300):
     loss.backward()
     optimizer.step()
     if step == 199 and first == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 200}, checkpoint)
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 200},
+            checkpoint,
+        )
         os.kill(os.getpid(), signal.SIGKILL)
