@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.buffers import Groups
@@ -71,7 +71,7 @@ def check_can_be_saved(parts: Parts) -> None:
         state = {
             key: local(value) if isinstance(value, torch.Tensor) else value
             for key, value in model.state_dict().items()
-            if not isinstance(value, UninitializedTensorMixin)
+            if not isinstance(value, (UninitializedParameter, UninitializedBuffer))
         }
         try:
             encode({component_of("model", name): state})
