@@ -26,8 +26,8 @@ def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 
     for pairs in by_device.values():
         # The Euclidean norm: on the CPU the largest value takes twenty times as long.
         norms = torch._foreach_norm([tensor for _, tensor in pairs])
-        values = torch.stack([value.float() for value in norms]).tolist()
-        bad += [name for (name, tensor), value in zip(pairs, values, strict=True) if not _finite(tensor, value)]
+        numbers = torch.stack([norm.float() for norm in norms]).tolist()
+        bad += [name for (name, tensor), value in zip(pairs, numbers, strict=True) if not _finite(tensor, value)]
     return bad[:most], len(bad)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
 
 from holdfast.checkpoint.buffers import Groups
 from holdfast.checkpoint.expanded import made_dense
@@ -75,7 +74,6 @@ def check_models_can_be_saved(parts: Parts) -> None:
         state = {
             key: local(value) if isinstance(value, torch.Tensor) else value
             for key, value in model.state_dict().items()
-            if not isinstance(value, UninitializedTensorMixin)
         }
         try:
             encode({component_of("model", name): state})

@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +121,7 @@ class SelectionFinder(TorchFunctionMode):
         return result
 
     def _marks_of(self, tensor: torch.Tensor) -> _Marks:
-        marks: _Marks | None = self._marks.get(tensor)
+        marks: _Marks | None = self._marks.get(tensor)  # type: ignore[no-untyped-call]
         if marks is not None:
             return marks
         # A frozen parameter counts too: an average of the weights that are trained is one.
@@ -147,11 +148,11 @@ class SelectionFinder(TorchFunctionMode):
 
     def _is_in_model(self) -> bool:
         """Say whether the ``forward`` of a module of the models is running."""
-        frame = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in self._modules:
                 return True
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return False
 
     def _selection(self, name: str, args: Any, kwargs: Any) -> Selection | None:
