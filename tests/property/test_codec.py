@@ -14,12 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint import saver
-from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.checkpoint.codec import SAVED_AS, Encoder, decode
 from holdfast.checkpoint.saver import read_components, snapshot, write
 from holdfast.checkpoint.store import Store
 
-_DTYPES = [*saver._DTYPES, torch.complex64, torch.complex128]
+_DTYPES = [*SAVED_AS, torch.complex32, torch.complex64, torch.complex128]
 
 
 @st.composite
