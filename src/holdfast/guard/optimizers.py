@@ -284,8 +284,9 @@ def _load_exactly(optimizer: Optimizer, load: Callable[[Any], Any], saved: Any) 
             continue
         for entry, value in entries.items():
             loaded = state.get(entry)
-            both_are_tensors = isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor)
-            if both_are_tensors and loaded.dtype != value.dtype:
+            if not (isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor)):
+                continue
+            if loaded.dtype != value.dtype:
                 state[entry] = value.to(loaded.device)
 
 

@@ -176,7 +176,7 @@ class Loop:
         """Report once which schedulers need a metric and were never given one, by no process of the run."""
         if epochs < _EPOCHS_WITHOUT_METRIC or self._session.validated or self._reported_waiting:
             return
-        waiting = self._session.schedules.waiting()
+        waiting = self._session.schedules.without_metric()
         if waiting:
             self._reported_waiting = True
             self._record.emit(run_events.SchedulersWait(schedulers=tuple(waiting), fix="call guard.validated(loss)"))

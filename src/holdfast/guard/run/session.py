@@ -616,7 +616,7 @@ class Session:
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
         # A checkpoint of an earlier version holds no counts: there all steps are those of the only optimizer.
-        self.schedules.load_state_dict(training.get("schedules", {}), otherwise=training["global_step"])
+        self.schedules.load_state_dict(training.get("schedules", {}), default=training["global_step"])
         return training
 
     def load_own_tensors(self, training: Mapping[str, Any]) -> None:
