@@ -242,7 +242,7 @@ class Guard:
             self._under_way.close()  # else it would end this one, whenever its iterator is collected
         self._position_is_clear = True
         with naming_lack_of_memory("iterating over batches"):
-            self._stop.begin_anew(raised=self._ending() is not None)
+            self._stop.reset(raised=self._ending() is not None)
             self._ready()  # not before the first batch is asked for
             self._asked.install()
             self._under_way = self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
@@ -255,7 +255,8 @@ class Guard:
         """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""
         self._session.check_not_in_step()
         if self._stop.honoured and self._ending() is not None:
-            self._stop.begin_anew(raised=True)  # who goes on after the exception wants to
+            # The caller has seen the exception and goes on nevertheless.
+            self._stop.reset(raised=True)
         if not self._record.is_open:
             self._open()
         if not self._session.state.in_loop:

@@ -597,11 +597,11 @@ class _Stop(StopRequest):
             by = f" by {self.signal.name}"
         self.reason = self._own.reason or f"rank {rank} was asked to stop{by}"
 
-    def begin_anew(self, *, raised: bool = False) -> None:
+    def reset(self, *, raised: bool = False) -> None:
         """Forget a request that has ended a loop, here and where it was made."""
         self._own.honoured = self.honoured
-        self._own.begin_anew(raised=raised)
-        super().begin_anew(raised=raised)
+        self._own.reset(raised=raised)
+        super().reset(raised=raised)
 
     def __enter__(self) -> None:
         """Do not let a signal interrupt anything: all end together."""

@@ -33,7 +33,7 @@ from holdfast.guard.optimizers import SPREAD_STATE, WHOLE_STATE, form_of_state, 
 from holdfast.guard.phase import Phase
 from holdfast.guard.record import End, described
 from holdfast.guard.result import Counters, Statistics
-from holdfast.guard.run.left import note_left, step_left
+from holdfast.guard.run.last_steps import last_step, note_last_step
 from holdfast.guard.saving.components import (
     changes_without_a_step,
     check_fits,
@@ -175,7 +175,7 @@ class Session:
             self.saving.finish()
             self.saving.take_refusal()  # whoever opens it again may have repaired the state
             if self.is_open:
-                note_left(self._directory.run_id, self.record.global_step)
+                note_last_step(self._directory.run_id, self.record.global_step)
                 self._newest_id = None
                 with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
                     self._newest_id = self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
@@ -511,10 +511,10 @@ class Session:
             )
 
     def report_steps_left_behind(self) -> None:
-        """Say that this run has gone back to a checkpoint, and an earlier guard of this process was further on."""
-        left_at = step_left(self._directory.run_id)
-        if left_at > self.record.global_step:
-            self.record.emit(run_events.StepsLeftBehind(from_step=left_at, to_step=self.record.global_step))
+        """Report that the run resumes at an earlier step than a previous guard of this process had reached."""
+        previous_step = last_step(self._directory.run_id)
+        if previous_step > self.record.global_step:
+            self.record.emit(run_events.StepsLeftBehind(from_step=previous_step, to_step=self.record.global_step))
 
     def _same_for_all(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self.parts.named_parameters()}
