@@ -28,14 +28,14 @@ from torch.distributed import DistStoreError, distributed_c10d
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.saver import Writers, on_all
 from holdfast.core.errors import HoldfastError, RankError
-from holdfast.guard.ranks.meeting import meeting_of_main_thread
+from holdfast.guard.ranks.waiting import collective_of_main_thread
 
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks; a wait in the store writes a warning when it ends
 _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
 _LATE_SECONDS = 1.0  # whoever has waited for so long asks whether there is anything to wait for
 _ANSWER_SECONDS = 30.0  # of a process whose interpreter may be held up by native code
 _ASK = "ask"
-_MEETING_SECONDS = 5.0  # that a collective may take which all ranks have begun
+_COLLECTIVE_SECONDS = 5.0  # that a collective may take which all ranks have begun
 _TROUBLE = "trouble"
 _OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _LEFT = "this rank has left the others after an error, or this is a fork of its process"
@@ -384,7 +384,7 @@ class Messages:
         if error is None:
             return
         # A collective of the script's own may fail first, as the others end, with torch's text about a connection.
-        is_said = meeting_of_main_thread() is not None
+        is_said = collective_of_main_thread() is not None
         if is_said:
             _print(error)
         until = time.monotonic() + _GRACE_SECONDS
@@ -436,16 +436,16 @@ class Messages:
         One rank that waits is enough where the collective cannot be over for it already.
         """
         waiting = {place.rank: place for place in places if place.waits and self._numbers[""] <= place.number}
-        meeting = meeting_of_main_thread() if waiting else None
-        if meeting is None or not (meeting.of_all or len(waiting) == len(self.others)):
+        collective = collective_of_main_thread() if waiting else None
+        if collective is None or not (collective.synchronizes or len(waiting) == len(self.others)):
             self._meets_since = None
             return None
         if self._meets_since is None:
             self._meets_since = time.monotonic()
-        if time.monotonic() < self._meets_since + _MEETING_SECONDS:
+        if time.monotonic() < self._meets_since + _COLLECTIVE_SECONDS:
             return None
         place = waiting[min(waiting)]
-        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} is in {meeting.name}")
+        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} is in {collective.name}")
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
         behind = None

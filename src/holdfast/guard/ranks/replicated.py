@@ -224,10 +224,10 @@ class Replicated:
 
         Return why this rank cannot begin what they wait for, or None.
         """
-        hindered = self._tape.wait_for_row()
-        if hindered is None and self._talks_in_backward is None and self._tape.collectives.begun():
+        obstacle = self._tape.wait_for_row()
+        if obstacle is None and self._talks_in_backward is None and self._tape.collectives.begun():
             return "whether the collectives of the loss or the model have others in backward is not known yet"
-        return hindered
+        return obstacle
 
     def pay_nan(self) -> bool:
         """Begin all reductions of gradients that are owed after the row, of NaN; return whether there were any."""
@@ -280,7 +280,7 @@ class Replicated:
 
     def reset(self) -> None:
         """Forget an attempt that one rank has not made, on all ranks."""
-        self._tape.next()
+        self._tape.count_failed_attempt()
         self._wrapper.reducer._reset_state()
 
     @contextlib.contextmanager
