@@ -22,7 +22,14 @@ import torch
 from holdfast.core.errors import LoaderError
 from holdfast.loader.foreign import has_no_state, is_stateful
 from holdfast.loader.order.host_epochs import sets_epoch
-from holdfast.loader.order.sampler_state import Fingerprint, as_ranges, copied, fingerprint, from_ranges, same_state
+from holdfast.loader.order.sampler_state import (
+    Fingerprint,
+    as_ranges,
+    copy_sampler,
+    fingerprint,
+    from_ranges,
+    same_state,
+)
 from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
@@ -112,7 +119,7 @@ class Sampled:
             if self._stateful is not None:
                 self._before_draw[epoch] = copy.deepcopy(self._stateful.state_dict())
             elif self._carries is None and not self._history:
-                self._as_given = copied(self._sampler, self._dataset)
+                self._as_given = copy_sampler(self._sampler, self._dataset)
             found = self._draw(epoch)
             self._history.append(epoch)
             self.epoch_set()
@@ -166,7 +173,7 @@ class Sampled:
 
         Many keep what they have drawn in an attribute, which changes nothing. Without a copy the answer is True.
         """
-        again = copied(self._sampler, self._dataset)
+        again = copy_sampler(self._sampler, self._dataset)
         if again is None or self._left_as is None or not self._left_as.is_complete:
             return True
         samplers = [sampler for sampler in (again, getattr(again, "sampler", None)) if sampler is not None]
@@ -225,7 +232,7 @@ class Sampled:
             self.in_short(epochs[-1], Drawn(*drawn))
 
     def _return_to_the_beginning(self) -> None:
-        again = None if self._as_given is None else copied(self._as_given, self._dataset)
+        again = None if self._as_given is None else copy_sampler(self._as_given, self._dataset)
         if again is None:
             raise self._lost("cannot be copied, and so not be brought back to an earlier epoch in the same process")
         vars(self._sampler).clear()
