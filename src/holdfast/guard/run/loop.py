@@ -167,8 +167,8 @@ class Loop:
             return
         self._reported_loaders = True
         why = (
-            "none for a second holdfast.DataLoader, because the loop advances it and no checkpoint holds where: "
-            'a resume begins it anew. Pass it by name: Guard(..., state={"labelled": loader})'
+            "none for a second holdfast.DataLoader, because the loop advances it and no checkpoint holds its "
+            'position: a resume starts it from the beginning. Pass it by name: Guard(..., state={"labelled": loader})'
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 

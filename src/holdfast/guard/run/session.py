@@ -505,8 +505,8 @@ class Session:
         if len({*batches}) > 1:
             self.record.emit(
                 run_events.PositionNotKept(
-                    why=f"the ranks were at batches {', '.join(map(str, batches))} when this checkpoint was written: "
-                    "one of them had passed a batch without a step. All go on from the place of the first rank"
+                    why=f"the ranks were at batches {', '.join(map(str, batches))} when this checkpoint was written, "
+                    "because one of them had skipped a batch. All ranks continue at the position of rank 0"
                 )
             )
 
