@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -167,11 +168,11 @@ class SelectionFinder(TorchFunctionMode):
 
     def _is_in_model(self) -> bool:
         """Return whether the ``forward`` of a module of the models is running."""
-        frame = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in self._modules:
                 return True
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return False
 
     def _selection(self, name: str, args: Any, kwargs: Any) -> Selection | None:
