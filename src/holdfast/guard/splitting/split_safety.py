@@ -6,9 +6,9 @@ is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and th
 mean over tokens looks like one over samples as long as all sentences are of one length. A batch that could show a
 difference between what was equal so far is tried before it is split.
 
-These trials take four samples each, and come ever more seldom. For as long as batches are split, one micro-batch is
-also compared with its own two halves now and then: see `steps_between_checks`. If that fails, batches are split no
-longer, and the promise was wrong for an unknown number of steps, which the event ``split_stopped`` limits.
+These trials take four samples each, and become rarer. While batches are split, a micro-batch is also compared with
+its two halves from time to time, see `steps_between_checks`. If that fails, batches are no longer split. The promise
+was then wrong for some steps; the event ``split_stopped`` names the last step at which it was still right.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8  # into which a batch is cut to see whether it tells weightings apart
 _MOST_KNOWN = 64  # loss functions that are distinguished; with more, texts that are bound to them change all the time
 _ALWAYS = 16  # times that such a batch is tried before it is split; from then on the 32nd, 64th ...
-# Of the time of split steps that comparing a micro-batch with its halves may take. Less is not felt: 1 % is what two
-# runs of the same script differ by. A loss that turns wrong is then found after a few hundred steps, not after a run.
+# The share of the time of split steps that comparing micro-batches with their halves may take. Two runs of one script
+# differ by 1 % anyway. A loss that begins to couple samples is then detected after a few hundred steps.
 _SHARE_OF_CHECKS = 0.01
-# Steps between two such checks until their cost is known, and at least: by then the trials of the 2nd, 4th ... 64th
-# split have compared halves too.
+# The number of steps between two such checks until their cost is known, and the least afterwards. The trials of the
+# 2nd, 4th ... 64th split step come before.
 _FEWEST_STEPS_BETWEEN = 64
 _MOST_STEPS_BETWEEN = 2**16  # where a clock stands still, or a step takes no time beside the check
 
 
 def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
-    """Return after how many split steps a micro-batch is compared with its halves again.
+    """Return the number of split steps until a micro-batch is compared with its halves again.
 
     Args:
         check_seconds: What the last such check has taken.
@@ -401,7 +401,7 @@ class SplitSafety:
             return False
 
     def _report_no_copy(self, why: str) -> None:
-        """Record, once, that the system refuses what a copy of this process needs."""
+        """Record once that the system refuses a process, a descriptor or memory for a copy of this process."""
         if not self._reported_no_copy:
             self._reported_no_copy = True
             self._record.emit(run_events.SplitNotTried(why=why))
