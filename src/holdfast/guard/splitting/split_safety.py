@@ -407,7 +407,17 @@ class SplitSafety:
             self._record.emit(run_events.SplitNotTried(why=why))
 
     def _try_split(self, known: _Known, work: Work, empty: int | None = None, *, splits: bool = True) -> bool:
-        """Try a split out, which is about to be made if `splits`; return whether side effects were looked for too."""
+        """Try whether the batch of a step can be split, and note the verdict.
+
+        Args:
+            known: The facts about the loss function.
+            work: The step.
+            empty: The position of a sample that is tried as a part without items, or None.
+            splits: Whether this step is about to be split, so that the verdict is needed now.
+
+        Returns:
+            Whether side effects were checked too.
+        """
         if not self._policy.check_split:
             known.verdict = Verdict(outcome="trusted", why="check_split=False")
             return False
@@ -417,7 +427,8 @@ class SplitSafety:
 
         found = self._verdict_of(known, work, lambda check: check.run(batch, size, empty), here=splits)
         if found.not_made:
-            return False  # not proven, and tried again before the first split
+            # There is no verdict yet. The trial is repeated before the first split.
+            return False
         known.verdict = found if known.verdict is None else merged([known.verdict, found])
         if known.verdict.changes_batch or known.verdict.outcome != "unknown":
             known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
@@ -427,10 +438,13 @@ class SplitSafety:
         return looked
 
     def _verdict_of(self, known: _Known, work: Work, run: Callable[[SplitCheck], Verdict], *, here: bool) -> Verdict:
-        """Run a check in a copy of this process; H209 for a loss that does the guard's work.
+        """Run a check and return its verdict.
 
-        It runs in this process where no copy is possible. Where the system refuses one just now, so that this process
-        is the only place left, that is done only if the answer is needed now (`here`).
+        The check runs in a copy of this process, or in this process if copies are not possible. If the system refuses
+        a copy only at the moment, it runs in this process only if `here` is set, because the verdict is needed now.
+
+        Raises:
+            BatchError: H209, for a loss function that calls backward or steps an optimizer.
         """
         found = None
         if self._forks():
