@@ -27,10 +27,10 @@ def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 
         # The Euclidean norm: on the CPU the largest value takes twenty times as long.
         norms = torch._foreach_norm([tensor for _, tensor in pairs])
         numbers = torch.stack([norm.float() for norm in norms]).tolist()
-        bad += [name for (name, tensor), value in zip(pairs, numbers, strict=True) if not _finite(tensor, value)]
+        bad += [name for (name, tensor), norm in zip(pairs, numbers, strict=True) if not _is_finite(tensor, norm)]
     return bad[:most], len(bad)
 
 
-def _finite(tensor: torch.Tensor, norm: float) -> bool:
-    # Of finite values too it can be Inf, where their squares are above the type's range: look again.
+def _is_finite(tensor: torch.Tensor, norm: float) -> bool:
+    # The norm of finite values may be Inf as well, if the sum of their squares overflows.
     return math.isfinite(norm) or bool(torch.isfinite(tensor).all())

@@ -1,14 +1,17 @@
-"""Tensors of rare kinds, as plain tensors that share their memory and can be copied, compared and saved.
+"""Copy, compare and measure tensors of any dtype and layout.
 
-torch has types and layouts that it stores and hardly computes with: float8 knows no ``nan_to_num``, complex-half no
-``equal``, sparse tensors no ``nbytes``. Whoever handles all the tensors of a model goes through here.
+torch can store some dtypes and layouts but hardly compute with them: float8 has no ``nan_to_num``, complex-half no
+``equal``, sparse tensors no ``nbytes``. Code that handles all tensors of a model uses these functions, which view
+such a tensor as dense integer tensors that share its memory.
 """
 
 from __future__ import annotations
 
 import torch
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+# The integer dtypes by their size in bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The compressed sparse layouts, with the methods that return the indices.
 _COMPRESSED = {
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
     torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
@@ -26,16 +29,16 @@ STORED_ONLY = frozenset(
     if isinstance(kind, torch.dtype)
     and name.startswith(("float8_", "float4_", "uint16", "uint32", "uint64", "complex32"))
 )
-"""Types that torch copies, and hardly computes with. Which there are depends on the version of torch."""
+"""The dtypes that torch can copy but hardly compute with. They depend on the version of torch."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether torch copies, compares and computes with such a tensor as with any other."""
+    """Return whether a tensor is dense and of a dtype for which torch has all the usual operations."""
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.dtype in _WITH_ARITHMETIC
 
 
 def has_no_values(tensor: torch.Tensor) -> str | None:
-    """Return the kind of a tensor whose values torch does not copy, such as ``"meta"``; None if it does."""
+    """Return why torch cannot copy the values of a tensor, such as ``"meta"``; None if it can."""
     if tensor.is_nested:
         return "nested"
     if tensor.is_meta:
@@ -44,15 +47,16 @@ def has_no_values(tensor: torch.Tensor) -> str | None:
         return "quantized"
     if tensor.layout not in (torch.strided, torch.sparse_coo, *_COMPRESSED):
         return str(tensor.layout)
-    # Integers of less than a byte and bare bits: torch has no copy of them, and no load_state_dict.
-    is_copied = tensor.dtype in _WITH_ARITHMETIC or tensor.dtype in STORED_ONLY
-    return None if is_copied else str(tensor.dtype)
+    if tensor.dtype in _WITH_ARITHMETIC or tensor.dtype in STORED_ONLY:
+        return None
+    # torch can neither copy nor load integers of less than a byte and its raw bit types.
+    return str(tensor.dtype)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that hold a tensor's values: of a sparse one its indices too. They share its memory.
+    """Return the dense tensors that make up a tensor and share its memory: for a sparse one, indices and values.
 
-    Not for what `has_no_values` names.
+    The tensor must be one for which `has_no_values` returns None.
     """
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
@@ -64,7 +68,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor as integers of the same bits; a view, but of a tensor that is conjugated lazily."""
+    """Return a dense tensor as integers of the same bits. It is a view unless a conjugation is pending."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -72,29 +76,32 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes that the values of a tensor take; of a kind that has none in memory, 0."""
+    """Return the number of bytes of a tensor's values, or 0 if `has_no_values` names a reason."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor.nbytes
     return 0 if has_no_values(tensor) else sum(part.nbytes for part in parts_of(tensor))
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors are of one kind and hold the same bits. Cost: on a device a host sync."""
+    """Return whether two tensors have the same layout, dtype, shape and bits.
+
+    Cost: a host sync for tensors on a device.
+    """
     if has_no_values(first) or has_no_values(second):
         return first is second
     if (first.layout, first.dtype, first.shape) != (second.layout, second.dtype, second.shape):
         return False
-    # How a sparse tensor is stored decides how later sums round.
+    # A tensor that is not coalesced may round later sums differently, so it does not count as the same.
     if first.layout is torch.sparse_coo and first.is_coalesced() != second.is_coalesced():
         return False
     pairs = zip(parts_of(first), parts_of(second), strict=True)
-    return all(one.shape == other.shape and torch.equal(bits_of(one), bits_of(other)) for one, other in pairs)
+    return all(part.shape == other.shape and torch.equal(bits_of(part), bits_of(other)) for part, other in pairs)
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the values of a tensor of a rare kind into another one of its kind and shape."""
+    """Copy the bits of a tensor into another one of the same layout, dtype and shape."""
     if target.layout is torch.sparse_coo:
-        # The number of its entries may differ, so that the tensor itself must take new ones.
+        # The numbers of entries may differ, so copying part by part would not do.
         with torch.no_grad():
             target.copy_(source)
             target._coalesced_(source.is_coalesced())
@@ -104,9 +111,9 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def computable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of a tensor in a type that torch computes with; None where there are none, or no such type.
+    """Return the values of a tensor in a dtype with which torch can compute, or None if there is none.
 
-    Of a sparse tensor those that are stored.
+    For a sparse tensor these are its stored values.
     """
     if has_no_values(tensor):
         return None
@@ -116,4 +123,5 @@ def computable(tensor: torch.Tensor) -> torch.Tensor | None:
     try:
         return values.to(torch.complex64) if values.is_complex() else values.float()
     except (NotImplementedError, RuntimeError):
-        return None  # such as types of 4 bits, which know neither NaN nor Inf
+        # torch cannot convert its 4-bit types, which have neither NaN nor Inf.
+        return None

@@ -41,10 +41,10 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE, most: i
 
 
 def close_descriptor(descriptor: int) -> None:
-    """Close a descriptor through which nothing was written that must be on the disk.
+    """Close a descriptor and ignore errors. Use it only if nothing that must be on the disk was written through it.
 
-    Linux frees the descriptor even where ``close`` fails, as it does on a network file system that could not write
-    what it had accepted. So nobody may close it again: by then its number may be another file's.
+    ``close`` may fail on a network file system that could not write data which it had accepted. Linux frees the
+    descriptor even then, so it must not be closed again: its number may already belong to another file.
     """
     with suppress(OSError):
         os.close(descriptor)
@@ -96,9 +96,9 @@ def make_folder(run: Path, *names: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or whatever else lies there, as far as the system lets us.
+    """Remove a folder with its contents, or a file, as far as the system permits.
 
-    Not by `shutil.rmtree`, which closes a folder's descriptor twice when closing it fails (CPython 3.11 to 3.13).
+    `shutil.rmtree` is not used: if closing a folder's descriptor fails, it closes it twice (CPython 3.11 to 3.13).
     """
     with suppress(OSError):
         if stat.S_ISDIR(path.lstat().st_mode):
@@ -108,8 +108,13 @@ def remove(path: Path) -> None:
 
 
 def _remove_folder(name: str, parent: int | None) -> None:
-    """Remove a folder by its name within its parent, an open folder; no link is followed on the way down."""
-    # Another one may have put something else in its place meanwhile: O_DIRECTORY refuses a pipe without waiting.
+    """Remove a folder and its contents without following symbolic links.
+
+    Args:
+        name: The name of the folder within its parent, or its path if `parent` is None.
+        parent: A descriptor of the parent folder, or None.
+    """
+    # Another process may have replaced the folder meanwhile. With O_DIRECTORY, opening a pipe fails without waiting.
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
         with os.scandir(folder) as entries:

@@ -33,8 +33,8 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
     """The copy could not be made, has failed or has said nothing; the text says which.
 
     Attributes:
-        died: The copy ended silently.
-        not_made: The system has refused what a copy needs: a process, a descriptor, memory.
+        died: Whether the copy ended without an answer.
+        not_made: Whether the copy could not be made, because the system refused a process, a descriptor or memory.
     """
 
     def __init__(self, why: str, *, died: bool = False, not_made: bool = False) -> None:
@@ -46,9 +46,11 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
 def backward_works_in_a_copy() -> bool:
     """Say whether a copy of this process may make a backward pass.
 
-    torch refuses it where autograd has threads, one for each accelerator of the machine: from this process's first
-    backward pass on, also if that was of a model on the CPU. `NoAnswer` where threads cannot be listed, as when no
-    descriptor is left.
+    torch refuses it if autograd has threads, one for each accelerator of the machine. It starts them in the first
+    backward pass of a process, even of a model on the CPU.
+
+    Raises:
+        NoAnswer: If the threads cannot be listed, for example because no descriptor is left.
     """
     try:
         threads = list(Path("/proc/self/task").iterdir())
@@ -58,7 +60,8 @@ def backward_works_in_a_copy() -> bool:
         try:
             name = (thread / "comm").read_text()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
+            # The thread has ended.
+            continue
         except OSError as error:
             raise NoAnswer(f"the threads of this process cannot be read ({error})", not_made=True) from error
         if name.startswith("pt_autograd"):
@@ -90,7 +93,8 @@ def in_a_copy_of_this_process(
         finally:
             is_copying = False
     if child == 0:
-        os.close(reading)  # it may be the last descriptor that is left, and the copy needs one
+        # The copy needs a descriptor, and this one may be the last.
+        os.close(reading)
         _be_the_copy(run, writing)
     os.close(writing)
     try:
@@ -124,7 +128,7 @@ def _read_answer(reading: int, timeout_seconds: float) -> dict[str, Any]:
 def _be_the_copy(run: Callable[[], dict[str, Any]], writing: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # What a terminal or a scheduler sends to all processes is for the caller, who wants the answer.
+        # A terminal or a scheduler signals all processes. The caller handles the signal and still needs the answer.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         libc = ctypes.CDLL(None)

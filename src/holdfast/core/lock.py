@@ -1,7 +1,9 @@
-"""The lock of a file that one process at a time may hold, and that names its holder.
+"""Lock a file that only one process at a time may hold, and that names its holder.
 
-A POSIX record lock and not ``flock``: forked loader workers inherit the latter, so one that is stuck would keep the
-file locked after its trainer was killed. Does not decide what is protected, and builds no error of its own.
+It is a POSIX record lock and not a ``flock``, which forked loader workers inherit: a stuck worker would keep the file
+locked after its trainer was killed.
+
+Does not: decide what the lock protects, or build errors for users.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from pathlib import Path
 
 from holdfast.core.files import close_descriptor, open_file
 
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process
+# struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process.
+_FLOCK = struct.Struct("hhqqi4x")
+# The files that this process has locked. POSIX locks do not exclude two holders within one process.
 _held: set[str] = set()
-"""Files that this process has locked. A POSIX lock cannot tell two of its threads apart."""
 
 
 class LockHeldError(Exception):
@@ -29,9 +32,11 @@ class LockHeldError(Exception):
 
 
 class FileLock:
-    """A lock on a file, made if missing. The end of the process, however it ends, releases it too.
+    """A lock on a file. The kernel releases it when the process ends, however it ends.
 
-    Nothing else may be kept in the file, and its directory exists.
+    Args:
+        path: The file, which is created if it is missing, in an existing directory. Its contents are overwritten by
+            the name of the holder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,21 +46,27 @@ class FileLock:
         self._own_text = ""
 
     def acquire(self) -> None:
-        """Take the lock; LockHeldError names the holder, OSError if the disk refuses."""
+        """Take the lock.
+
+        Raises:
+            LockHeldError: If another holder has it.
+            OSError: If the file cannot be created or locked.
+        """
         self._path = _without_links(self._given_path)
         if str(self._path) in _held:
             raise LockHeldError(f"process {os.getpid()}")
         self._take(_lock_file(self._path))
 
     def hold(self) -> None:
-        """Make sure that a lock which was taken is still held, and that it is the lock of this path.
+        """Check that the lock is still held and still protects its path; take it again if it was lost.
 
-        It is lost when any other descriptor of the file is closed, and nobody else sees it where the file was removed
-        or its directory was moved. Then it is taken again, unless another process has had it meanwhile.
+        A POSIX lock is lost when the process closes any descriptor of the file. It protects nothing once the file was
+        removed or its directory was moved, because another process would lock a new file.
 
         Raises:
-            LockHeldError: If another process has the lock by now, or has had it meanwhile.
-            OSError: If the disk does not say; FileNotFoundError if the directory is gone.
+            LockHeldError: If another process has the lock, or had it meanwhile.
+            FileNotFoundError: If the directory is gone.
+            OSError: If the file cannot be read or locked.
         """
         if self._descriptor is None:
             return
@@ -75,7 +86,7 @@ class FileLock:
 
     @property
     def is_held_here(self) -> bool:
-        """Return whether this process has the lock, by this object or another."""
+        """Return whether this process has the lock, through this object or another one."""
         return str(self._path) in _held
 
     def __del__(self) -> None:
@@ -83,25 +94,28 @@ class FileLock:
             self.release()
 
     def release(self) -> None:
-        """Give the lock back. Without effect if it is not held."""
-        if self._descriptor is not None:
+        """Release the lock, if it is held."""
+        descriptor = self._descriptor
+        if descriptor is not None:
             _held.discard(str(self._path))
-            descriptor, self._descriptor = self._descriptor, None
+            self._descriptor = None
             close_descriptor(descriptor)
 
     def _take(self, descriptor: int) -> None:
-        """Keep the descriptor of a file that was just locked, and write into the file who has the lock."""
+        """Keep the descriptor of a file that was just locked, and write the name of this process into the file."""
         self._descriptor = descriptor
         _held.add(str(self._path))
-        with contextlib.suppress(OSError):  # a full disk: the name of the holder is a courtesy
+        # The lock works without the name of its holder, which a full disk may not take.
+        with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._own_text = _text(descriptor)
 
     def _take_again(self) -> None:
-        """Take the lock of a new file, since the old one is not at its path any more; then give that one back."""
+        """Lock a new file at the path, from which the old one was removed, and then release the old one."""
         path = _without_links(self._given_path)
-        if path != self._path and str(path) in _held:  # a link on the way leads elsewhere by now
+        if path != self._path and str(path) in _held:
+            # A symbolic link in the path was changed, and leads to a file that this process has locked already.
             raise LockHeldError(f"process {os.getpid()}")
         descriptor = _lock_file(path)
         self.release()
@@ -110,12 +124,17 @@ class FileLock:
 
 
 def _without_links(path: Path) -> Path:
-    """Return the path with all links on the way to it followed, but not a link at its end."""
+    """Return the path with the symbolic links in its directory resolved, but not a link at its end."""
     return path.parent.resolve() / path.name
 
 
 def _lock_file(path: Path) -> int:
-    """Return a descriptor of a file, made if missing, that was locked with it; LockHeldError or OSError if not."""
+    """Create a file if it is missing, lock it and return its descriptor.
+
+    Raises:
+        LockHeldError: If another process has the lock.
+        OSError: If the file cannot be created or locked.
+    """
     while True:
         descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -126,10 +145,12 @@ def _lock_file(path: Path) -> int:
             holder = _text(descriptor)
             close_descriptor(descriptor)
             raise LockHeldError(holder) from None
-        except OSError:  # such as ENOLCK: a network disk without locks
+        except OSError:
+            # For example ENOLCK, if a network file system has no locks.
             close_descriptor(descriptor)
             raise
-        close_descriptor(descriptor)  # whoever had it has just removed the file
+        # The file was removed after it was opened. The next iteration creates a new one.
+        close_descriptor(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -141,7 +162,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _last_holder(path: Path) -> str:
-    """Return who has the lock of a file that another process has put at a path, or has had it."""
+    """Return the name in a lock file that another process has created: its holder, or its last one."""
     try:
         descriptor = open_file(path)
     except OSError:
@@ -153,8 +174,9 @@ def _last_holder(path: Path) -> str:
 
 
 def find_holder(path: Path) -> str | None:
-    """Return who holds the lock of a file, or None. Takes no lock itself, so nobody else is turned away."""
-    if str(path.parent.resolve() / path.name) in _held:  # closing the file would release our own lock
+    """Return the name of the holder of a lock, or None. Does not take the lock, so no other process is refused."""
+    if str(_without_links(path)) in _held:
+        # Opening and closing the file would release our own lock.
         return f"process {os.getpid()}"
     try:
         descriptor = open_file(path)
@@ -167,17 +189,22 @@ def find_holder(path: Path) -> str | None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file; None if that cannot be known."""
+    """Return whether a process holds the lock of a file; None if that cannot be determined."""
     try:
-        return find_holder(path) is not None or (None if path.exists() and not os.access(path, os.R_OK) else False)
+        if find_holder(path) is not None:
+            return True
+        is_unreadable = path.exists() and not os.access(path, os.R_OK)
     except (OSError, struct.error):
         return None
+    return None if is_unreadable else False
 
 
 def _is_locked(descriptor: int) -> bool:
+    """Return whether another process holds the lock of an open file, without taking it."""
     answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _text(descriptor: int) -> str:
+    """Return the contents of a lock file, which name its holder."""
     return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"

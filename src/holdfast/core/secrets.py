@@ -1,11 +1,12 @@
-"""Secrets on a command line, found by the name of their option or by their shape, and left out of what is kept.
+"""Hide secrets in a command line before it is recorded.
 
-Three kinds of names are told apart. What follows a name such as ``--api-key`` or ``--password`` is always a secret. A
-name such as ``--key``, ``-k``, ``-p`` or ``--auth`` has other meanings too: what follows is a secret unless it is
-plainly something else, such as a number, a path, a switch or a data type. Any other name that ends in "key", such as
-``--sort-key``, mostly names a column: only a random value is a secret there.
+A secret is recognised by its form, such as the prefix of an access token, or by the option before it:
 
-A secret of another kind is not found, nor is one that a program prints.
+    --api-key, --password   the value is always a secret
+    --key, -k, -p, --auth   the value is a secret unless it is plainly a number, a path, a switch or a data type
+    --sort-key              other names that end in "key" mostly name a column: only a random value is a secret
+
+Other secrets are not recognised, and neither are those that a program prints.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ from functools import cache
 from typing import Any, NamedTuple
 
 HIDDEN = "***"
-# Most processes have none of these in their words, and then need no pattern compiled when they start.
+# If a command line has none of these, it has no secret. Most have none, so that no pattern has to be compiled.
 _HINTS = ("key", "token", "secret", "pass", "pwd", "cred", "bearer", "://", "hf_", "sk-", "ghp_", "gho_", "ghu_",
           "ghs_", "ghr_", "github_pat", "glpat-", "akia", "asia", "xox", "aiza", "eyj", "npm_", "pypi-", "sk_", "rk_",
           "gsk_", "r8_", "dop_v1_", "nvapi-", "wandb_v1_", "auth", "cookie", "jwt", "otp", "_pat=", "_pw=", "--pw",
           "--sas", "_sas=", "sig=", "signature", "-p", "-k", "-u", "--user", "--login")  # fmt: skip
 
-# Of what a key is that nobody else may have; any other key is a column, a layer or a field.
-_KEYS_OF_ACCESS = (
+# Words before "key" that make it a secret. Any other key is the name of a column, a layer or a field.
+_PRIVATE_KEYS = (
     "api|access|account|app|client|consumer|deploy|encryption|licen[cs]e|master|private|secret|service|shared|signing"
     "|ssh|storage|subscription|wandb"
 )
+# Names whose values are always secrets, as the end of an option.
 _SECRETS = (
-    rf"(?:{_KEYS_OF_ACCESS})[-_.]?key(?:[-_.]?id)?|secret|passw(?:or)?d|passphrase|pwd|credentials?|jwt|otp"
+    rf"(?:{_PRIVATE_KEYS})[-_.]?key(?:[-_.]?id)?|secret|passw(?:or)?d|passphrase|pwd|credentials?|jwt|otp"
     r"|(?:db|ftp|http|ldap|mail|my|mysql|pg|proxy|redis|root|smtp|sudo|user)[-_.]?pass"
 )
-# Names of a whole option, which are often something else.
+# Names whose values are often something else, as a whole option.
 _AMBIGUOUS = "key|k|p|pass|pw|auth|bearer|cookie|sas"
-_VOCABULARY = ("pad", "eos", "bos", "unk", "sep", "cls", "mask", "image")  # `--pad_token` and its like
+# Words before "token" that make it an entry of a vocabulary, as in `--pad_token`.
+_VOCABULARY = ("pad", "eos", "bos", "unk", "sep", "cls", "mask", "image")
 
 _SHAPES = (
-    # Access tokens with the prefix of who gave them out.
+    # Access tokens with the prefix of their issuer.
     r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|npm_|pypi-|xox[abeoprs]-|AIza|gsk_|r8_|dop_v1_|nvapi-|wandb_v1_"
     r"|[rs]k_(?:live|test)_)[\w-]{16,}"
     r"|\bsk-[\w-]{16,}"
@@ -43,76 +46,108 @@ _SHAPES = (
     # A JSON web token.
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
     r"|(?<=hooks\.slack\.com/services/)[\w/]+"
-    # A private key as PEM, also if its end is cut off.
+    # A private key in PEM format, even if its end is cut off.
     r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
 )
-# What is plainly no secret, as a whole value of an ambiguous name.
+# Values of an ambiguous name that are plainly no secrets.
 _HARMLESS = (
     r"[-+]?[\d.,:_x]*\d[\d.,:_x]*(?:e[-+]?\d+)?%?|[-+]?(?:nan|inf)"  # numbers, sizes, ports, addresses
     r"|true|false|yes|no|on|off|none|null|auto|default"
     r"|(?:bf|fp|tf|float|int|uint)\d{1,3}\w{0,9}(?:-(?:mixed|true))?|16-mixed|32-true"
-    r"|\$\{?\w+\}?"  # of a shell that did not replace it
+    r"|\$\{?\w+\}?"  # a variable that the shell did not expand
     r"|(?:~|\.{1,2})?/.*|\w{1,20}://.*|[a-z0-9_.-]+(?:/[a-z0-9_.-]+)+/?"  # paths; base64 has capitals
     r"|[\w.-]+\.(?:py|json|ya?ml|toml|txt|csv|pem|key|crt|pt|ckpt|safetensors)"
 )
 
 
 class _Patterns(NamedTuple):
-    """What is searched for, compiled once."""
+    """The compiled regular expressions.
 
-    secret: Any  # an option whose value is always a secret, up to its end or the "="
-    ambiguous: Any  # one whose value is, unless it is plainly something else
-    variable: Any  # the same as a variable of the environment, in capitals
-    key: Any  # one whose value is if it is random
-    user: Any  # one whose value may be "name:password"
-    attached: Any  # a password right behind its option, as of mysql
+    Attributes:
+        secret: The name of an option whose value is always a secret.
+        ambiguous: The name of an option whose value is a secret unless it is `harmless`.
+        variable: The same for an environment variable, in capitals.
+        key: The name of an option whose value is a secret if it is random.
+        user: The name of an option whose value may be ``name:password``.
+        attached: A password that directly follows its option, as in ``mysql -pS3cret``.
+        harmless: A value that is plainly no secret.
+        vocabulary: A value such as ``<pad>``.
+        no_value: A word that cannot be the value of an option: another option, or an operator of the shell.
+        parts: The words within a word, and the white space between them.
+        address: The part of a URL before the password.
+        header: An HTTP header whose whole value is a secret.
+        assignment: A name and its value within a word, as in JSON, a query string or a function call.
+        shape: A secret that is recognised by its form.
+    """
+
+    secret: Any
+    ambiguous: Any
+    variable: Any
+    key: Any
+    user: Any
+    attached: Any
     harmless: Any
-    vocabulary: Any  # a value such as "<pad>"
-    another: Any  # a word that is no value, but an option or an operator of a shell
-    parts: Any  # the words within a word, and what is between them
-    address: Any  # what is before the password in an address
-    header: Any  # a header of HTTP whose value is a secret as a whole
-    inside: Any  # a name and its value within a word, as in JSON, a query or a call
+    vocabulary: Any
+    no_value: Any
+    parts: Any
+    address: Any
+    header: Any
+    assignment: Any
     shape: Any
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with ``***`` in place of what looks like a secret."""
-    whole = " ".join(words).lower()
-    return _hidden(words, within=False) if any(hint in whole for hint in _HINTS) else list(words)
+    """Return the words of a command line with ``***`` in place of secrets."""
+    command_line = " ".join(words).lower()
+    if not any(hint in command_line for hint in _HINTS):
+        return list(words)
+    return _hide_in_words(words, nested=False)
 
 
-def _hidden(words: Sequence[str], *, within: bool) -> list[str]:
-    """Return words without secrets; `within`: of a word, where only what begins with a dash takes the next one."""
+def _hide_in_words(words: Sequence[str], *, nested: bool) -> list[str]:
+    """Return words without secrets.
+
+    Args:
+        words: The words of a command line.
+        nested: Whether they are the words within one word, such as a command for ``sh -c``. They may also be text,
+            so that only a word that begins with a dash counts as an option.
+    """
     patterns = _patterns()
     shown = []
-    kind = None  # of the option that the next word may be the value of
-    partitioned = False  # the command of Slurm is not over: its -p is a partition
+    # The kind of the option before the current word, whose value the word may be.
+    kind = None
+    # In a command line of Slurm -p is a partition and no password, up to the name of the Python program.
+    is_slurm = False
     for word in words:
-        is_option = patterns.another.fullmatch(word) and not _is_random(word.lstrip("-"))
-        if kind is not None and not is_option:
-            word = _value(kind, word)
+        is_no_value = patterns.no_value.fullmatch(word) and not _is_random(word.lstrip("-"))
+        if kind is not None and not is_no_value:
+            word = _hide_value(kind, word)
         program = word.rpartition("/")[2]
-        partitioned = program in ("srun", "sbatch", "salloc") or (partitioned and not program.startswith("python"))
-        kind, word = _option(word, partitioned=partitioned)
-        if within and not word.startswith("-"):
+        is_slurm = program in ("srun", "sbatch", "salloc") or (is_slurm and not program.startswith("python"))
+        kind, word = _parse_option(word, is_slurm=is_slurm)
+        if nested and not word.startswith("-"):
             kind = None
-        word = _within(word, within=within)
+        word = _hide_within_word(word, nested=nested)
         shown.append(patterns.shape.sub(HIDDEN, word))
     return shown
 
 
-def _option(word: str, *, partitioned: bool) -> tuple[str | None, str]:
-    """Return of which kind the value in the next word is, or None, and the word without a secret of its own."""
+def _parse_option(word: str, *, is_slurm: bool) -> tuple[str | None, str]:
+    """Parse a word that may be an option.
+
+    Returns:
+        The kind of the option if its value is the next word, else None; and the word, in which a value after "="
+        or directly after the option is hidden if it is a secret.
+    """
     patterns = _patterns()
     name, equals, value = word.partition("=")
-    if partitioned and name.startswith("-p"):
+    if is_slurm and name.startswith("-p"):
         return None, word
     for kind in ("secret", "ambiguous", "variable", "key", "user"):
         if not getattr(patterns, kind).fullmatch(name):
             continue
         if equals:
-            return None, f"{name}={_value(kind, value)}" if value else word
+            return None, f"{name}={_hide_value(kind, value)}" if value else word
         return (None if kind == "variable" else kind), word
     attached = patterns.attached.fullmatch(word)
     if attached is not None and not patterns.harmless.fullmatch(attached[1]):
@@ -120,8 +155,8 @@ def _option(word: str, *, partitioned: bool) -> tuple[str | None, str]:
     return None, word
 
 
-def _value(kind: str, value: str) -> str:
-    """Return the value of an option of some kind, hidden if it is a secret."""
+def _hide_value(kind: str, value: str) -> str:
+    """Return the value of an option, hidden if it is a secret. The kind is the name of a pattern of the option."""
     patterns = _patterns()
     if kind == "user":
         name, colon, _ = value.partition(":")
@@ -135,15 +170,16 @@ def _value(kind: str, value: str) -> str:
     return HIDDEN
 
 
-def _within(word: str, *, within: bool) -> str:
-    """Return a word without the secrets inside of it: of a command for a shell, an address, a header, JSON."""
+def _hide_within_word(word: str, *, nested: bool) -> str:
+    """Return a word without the secrets in it, if it holds a shell command, a URL, an HTTP header or JSON."""
     patterns = _patterns()
     parts = patterns.parts.findall(word)
-    if len(parts) > 1:  # a command within a word, as of `sh -c`, has words of its own
-        its = iter(_hidden([part for part in parts if not part.isspace()], within=True))
-        word = "".join(part if part.isspace() else next(its) for part in parts)
-    elif within and len(word) > 2 and word[0] == word[-1] and word[0] in "\"'":
-        word = word[0] + _hidden([word[1:-1]], within=True)[0] + word[0]
+    if len(parts) > 1:
+        # The word is a text or a command, as for `sh -c`, with words of its own.
+        shown = iter(_hide_in_words([part for part in parts if not part.isspace()], nested=True))
+        word = "".join(part if part.isspace() else next(shown) for part in parts)
+    elif nested and len(word) > 2 and word[0] == word[-1] and word[0] in "\"'":
+        word = word[0] + _hide_in_words([word[1:-1]], nested=True)[0] + word[0]
     elif (at := patterns.address.search(word)) and at.end() < word.rfind("@"):
         word = word[: at.end()] + HIDDEN + word[word.rfind("@") :]
     word = patterns.header.sub(rf"\1{HIDDEN}", word)
@@ -152,11 +188,11 @@ def _within(word: str, *, within: bool) -> str:
         quote = match[2] or match[3] or ""
         return f"{match[1]}{quote}{HIDDEN}{quote}"
 
-    return str(patterns.inside.sub(hide, word))
+    return str(patterns.assignment.sub(hide, word))
 
 
 def _is_random(word: str) -> bool:
-    """Return whether a word is no name that a person has chosen, such as 40 hexadecimal digits."""
+    """Return whether a word looks generated, such as 40 hexadecimal digits, and not like a name."""
     return len(word) >= 20 and word.isalnum() and not word.isalpha()
 
 
@@ -184,13 +220,14 @@ def _patterns() -> _Patterns:
         attached=re.compile(r"-p(?![a-z_-]*\Z)([^=\s]+)"),
         harmless=re.compile(_HARMLESS, re.IGNORECASE),
         vocabulary=re.compile(r"<[^<>]{0,40}>|\[[A-Z_]{1,20}\]"),
-        # What may follow an option that takes no value; `-S3cr` may not.
-        another=re.compile(
+        # A word such as `-S3cr` is not matched, because it may be a password.
+        no_value=re.compile(
             r"(?s)--[a-zA-Z][\w.-]*(?:=.*)?|-[a-z][a-z_.-]*\d*(?:=.*)?|-[A-Z]\d?|-[\d.]+(?:e-?\d+)?|[&|;<>]{1,2}"
         ),
         parts=re.compile(r"\s+|(?:\"[^\"]*\"|'[^']*'|[^\s\"']+|[\"'])+"),
-        address=re.compile(r"://[^\s/@:\[]{0,80}:(?!\d{1,5}(?:[/,?#]|$))"),  # with a name, and not with a port
+        # The number after the colon may be a port instead of a password.
+        address=re.compile(r"://[^\s/@:\[]{0,80}:(?!\d{1,5}(?:[/,?#]|$))"),
         header=re.compile(header, re.IGNORECASE),
-        inside=re.compile(f"((?:{assigned}|{option_inside}|{in_query})){value}", re.IGNORECASE),
+        assignment=re.compile(f"((?:{assigned}|{option_inside}|{in_query})){value}", re.IGNORECASE),
         shape=re.compile(_SHAPES),
     )

@@ -96,16 +96,24 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Whether the loss of a run fell that was not lost."""
+    """Whether the loss of a run fell, if it did not diverge.
 
-    # ``"rose"``: by less than a loss that diverged; ``"spiked"``: it rose a thousandfold, whatever came then;
-    # ``"unclear"``: it is no measure, or its noise is too large
+    Attributes:
+        outcome: ``"fell"``; ``"flat"``; ``"rose"``, by less than a loss that diverged; ``"spiked"``, a thousandfold,
+            even if it came back; or ``"unclear"``, if the loss does not measure progress or is too noisy.
+        first: The level at the beginning.
+        last: The level at the end, or the peak of a spike.
+        step: The step of the spike.
+        constant: For a flat loss, whether it never changed.
+        reason: Why the outcome is unclear, as a sentence without capital and full stop.
+    """
+
     outcome: Literal["fell", "flat", "rose", "spiked", "unclear"]
-    first: float = math.nan  # its level at the beginning
-    last: float = math.nan  # at the end, or at its peak where it spiked
-    step: int | None = None  # at which it spiked
-    constant: bool = False  # of a flat one, whether it never changed
-    reason: str = ""  # why it is unclear, as a sentence without capital and full stop
+    first: float = math.nan
+    last: float = math.nan
+    step: int | None = None
+    constant: bool = False
+    reason: str = ""
 
     def sentence(self) -> str:
         """Return this as a sentence without capital and full stop."""
@@ -121,11 +129,17 @@ class Learning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderWait:
-    """How long the steps of a run waited for their loaders."""
+    """How long the steps of a run waited for their loader.
 
-    share: float  # of the time of these steps
+    Attributes:
+        share: The share of the time of these steps, from 0 to 1.
+        seconds: The total time.
+        steps: The number of steps, without the first one of each process.
+    """
+
+    share: float
     seconds: float
-    steps: int  # without the first
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""What keeps a run that ended with status 0 from being called well.
+"""Find what is wrong with a run that ended with status 0.
 
-Status 0 says that the command came to its end, and nothing of what it was for. A run is called well
-only where its loss fell and nothing below applies.
+Status 0 only says that the command came to its end, not that the run learned. The verdict is "ended well" only if the
+loss fell and none of the `RULES` applies.
 
 Does not: choose between causes of a failure (see ``judging``).
 """
@@ -19,37 +19,45 @@ from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
 from holdfast.explain.verdict import Exhibit
 
+# A run may wait for its loader for this share of the time of its steps.
 _MOST_WAITING = 0.5
-"""Share of the time of its steps that a run may wait for its loader."""
+# The confidence in facts that were measured: loss, time and memory.
 _SURE = 0.9
-"""Confidence in what was measured: the loss, the time, the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """One thing that a good end lacks."""
+    """One thing that is wrong with a run that ended with status 0.
 
-    id: str  # of its signature
-    title: str  # what is wrong, in a few words, with the numbers
-    sentence: str = ""  # the same for the summary; empty if other sentences of the summary say so
+    Attributes:
+        id: The id of its signature.
+        title: A short description with the numbers.
+        sentence: The same for the summary of the verdict; empty if the summary says it elsewhere.
+        confidence: The confidence of the verdict, from 0 to 1.
+        exhibits: The evidence.
+    """
+
+    id: str
+    title: str
+    sentence: str = ""
     confidence: float = _SURE
-    exhibits: tuple[Exhibit, ...] = ()  # what it rests on
+    exhibits: tuple[Exhibit, ...] = ()
 
     @property
     def signature(self) -> Signature:
-        """Return what the catalogue says of it, as an end that is no failure."""
+        """Return its entry of the catalogue, with this title and the family of ends that are no failures."""
         signature = UNJUDGED if self.id == UNJUDGED.id else all_signatures()[self.id]
         return replace(signature, title=self.title, family="ended well")
 
 
 def shortfalls(facts: Facts) -> list[Shortfall]:
-    """Return everything that keeps a good end from being called well, the weightiest first."""
+    """Return everything that is wrong with a run that ended with status 0, the most important first."""
     candidates = (rule(facts) for rule in RULES)
     return [shortfall for shortfall in candidates if shortfall is not None]
 
 
 def loss_diverged(facts: Facts) -> Shortfall | None:
-    """The loss ended far above where it began; one that is beyond use is a failure, H1617."""
+    """The loss ended far above where it began. One that exploded is a failure instead (H1617)."""
     if facts.lost is None or facts.lost.exploded:
         return None
     sentence = facts.lost.sentence()
@@ -89,7 +97,7 @@ def memory_grew(facts: Facts) -> Shortfall | None:
 
 
 def waited_for_loader(facts: Facts) -> Shortfall | None:
-    """The steps spent most of their time in waiting for batches."""
+    """The steps spent most of their time waiting for batches."""
     wait = facts.loader_wait
     if wait is None or wait.share < _MOST_WAITING:
         return None
@@ -104,7 +112,7 @@ def waited_for_loader(facts: Facts) -> Shortfall | None:
 
 
 def learning_was_not_judged(facts: Facts) -> Shortfall | None:
-    """Nobody can tell from the loss whether it learned."""
+    """The loss does not show whether the run learned."""
     learning = facts.learning
     if learning is None or learning.outcome not in ("unclear", "rose"):
         return None
@@ -121,6 +129,7 @@ def learning_was_not_judged(facts: Facts) -> Shortfall | None:
     )
 
 
+# In the order of importance: the title of the first shortfall becomes the title of the verdict.
 RULES: tuple[Callable[[Facts], Shortfall | None], ...] = (
     loss_diverged,
     loss_did_not_fall,
@@ -128,11 +137,10 @@ RULES: tuple[Callable[[Facts], Shortfall | None], ...] = (
     waited_for_loader,
     learning_was_not_judged,
 )
-"""The order is that of their weight: what the first one says becomes the title."""
 
 
 def sentences(facts: Facts) -> Iterator[str]:
-    """Yield what a good end lacks, for the summary; or what makes it one."""
+    """Yield the sentences of the summary about the shortfalls, or about the loss if it fell."""
     for shortfall in shortfalls(facts):
         if shortfall.sentence:
             yield shortfall.sentence
@@ -142,6 +150,6 @@ def sentences(facts: Facts) -> Iterator[str]:
 
 
 def exhibits(facts: Facts) -> Iterator[Exhibit]:
-    """Yield what the shortfalls rest on."""
+    """Yield the evidence for all shortfalls."""
     for shortfall in shortfalls(facts):
         yield from shortfall.exhibits

@@ -66,15 +66,15 @@ class Cursor:
         self._loader = loader
         self._devices = devices
         self._stateful = isinstance(loader, Stateful)
-        # Torch's own loader, or that inside a wrapper of ours, if its batches are read over after a resume.
+        # torch's DataLoader, or the one inside our wrapper, if a resume has to read and drop its batches.
         self._torch_loader = None if self._stateful else torch_loader_of(loader)
-        # Whether workers of an epoch before were there when this epoch began; None: as they are.
+        # Whether persistent workers existed when this epoch began. None: not known, so the workers stay as they are.
         self._had_workers: bool | None = None
         self._changed_settings = ""
         self.epoch = 0
         self.batches = 0
         self.trained = 0  # batches over all epochs
-        # Batches that the loop has passed without a step, since the last one that a step was made with.
+        # The number of batches without a step since the last batch with one.
         self.passed = 0
         self._epoch_start: RandomState | None = None
         self._generators: list[Any] = []
@@ -98,7 +98,7 @@ class Cursor:
 
     @property
     def unkept(self) -> str | None:
-        """Return why a resumed run may read other batches, if the user should hear of it before training."""
+        """Return why a resumed run may read other batches, or None if there is nothing to warn of before training."""
         promise = self.promise
         if isinstance(self._loader, DataLoader) or promise == EXACT:
             return None
@@ -141,7 +141,7 @@ class Cursor:
         return iterator
 
     def _match_workers(self) -> None:
-        """Have workers of torch's loader, or none, as there were when this epoch began."""
+        """Start or end the persistent workers of torch's loader, as they were when this epoch began."""
         if self._torch_loader is None:
             return
         if self._had_workers is not None:
@@ -190,7 +190,7 @@ class Cursor:
         return self._loader.state_dict()  # type: ignore[attr-defined]
 
     def advance(self, *, used: bool) -> None:
-        """Count the batch that was fetched last as trained. Without effect if it was counted before.
+        """Count the batch that was fetched last as trained, unless it was counted before.
 
         `used` says whether a step was made with it, and not only the rest of the loop body.
         """
@@ -293,19 +293,19 @@ class Cursor:
         }
 
     def _with_sampler(self, loader_state: Any) -> Any:
-        """Return the state of a holdfast loader with what belongs to its sampler, which is left out at each batch."""
+        """Return the state of a holdfast loader with that of its sampler, which is not added at each batch."""
         if not isinstance(self._loader, DataLoader) or loader_state is None or "sampler" in loader_state:
             return loader_state
         return self._loader.with_sampler(loader_state)
 
     def _workers_at_begin(self) -> bool | None:
-        """Return whether the epoch that is under way, or else the next one, begins with workers of one before."""
+        """Return whether persistent workers existed at the beginning of the current epoch, or of the next one."""
         if self._torch_loader is None or self._had_workers is not None:
             return self._had_workers
         return has_workers(self._torch_loader)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings of torch's loader that a position counts in, or that decide who draws which number."""
+        """Return the settings of torch's loader on which the position and the random numbers of workers depend."""
         loader = self._torch_loader
         return {} if loader is None else {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
 
@@ -327,19 +327,19 @@ class Cursor:
         self._compare_settings(state.get("settings", {}))
 
     def _compare_settings(self, before: dict[str, Any]) -> None:
-        """Lower the promise if torch's loader was set up otherwise when the position was saved."""
+        """Lower the promise if torch's loader had other settings when the position was saved."""
         now = self._settings()
         changed = [f"{name}={before[name]!r}" for name in now if name in before and now[name] != before[name]]
         self._changed_settings = ""
         if changed:
             self._changed_settings = (
-                f"none, because the checkpoint was made with {', '.join(changed)}, which the loader has not now: "
-                "it is read over by batches of another size, or other workers draw the random numbers. Set it up as "
-                "it was; holdfast.DataLoader goes on exactly with any"
+                f"none, because the checkpoint was made with {', '.join(changed)}, and the loader has other settings "
+                "now: a resume drops batches of another size, or other workers draw the random numbers. Use the "
+                "settings of the checkpoint; holdfast.DataLoader resumes exactly with any"
             )
 
     def _sources(self) -> list[Any]:
-        """Return the generators and stateful samplers that a loader draws from; holdfast's draws from none."""
+        """Return the generators and stateful samplers of a loader without ``state_dict``."""
         return [] if self._stateful else sources_of_state(self._loader)
 
     def _generator_states(self) -> list[Any]:
@@ -347,7 +347,7 @@ class Cursor:
 
     def _set_generators(self, states: Sequence[Any]) -> None:
         for source, state in zip(self._sources(), states, strict=False):
-            _put_back(source, state)
+            _restore(source, state)
 
 
 def _state_of(source: Any) -> Any:
@@ -361,8 +361,8 @@ def _state_of(source: Any) -> Any:
     return source.get_state()
 
 
-def _put_back(source: Any, state: Any) -> None:
-    """Give a random generator or a sampler the state that `_state_of` has returned."""
+def _restore(source: Any, state: Any) -> None:
+    """Restore a random generator or a sampler from the value of `_state_of`."""
     if isinstance(source, random.Random):
         source.setstate(state)
     elif isinstance(source, np.random.Generator):
@@ -370,5 +370,5 @@ def _put_back(source: Any, state: Any) -> None:
     elif not is_stateful(source):
         source.set_state(state)
     elif not same(source.state_dict(), state):
-        # Some samplers go to the middle of an epoch when they are loaded: one that is there already is left alone.
+        # Loading moves some samplers to the middle of an epoch, so an equal state is not loaded again.
         source.load_state_dict(copied(state))

@@ -57,8 +57,8 @@ class Guard:
         run_dir: Directory of the run, made if missing.
         model: One module, or a dict of named ones. On several ranks one, in ``DistributedDataParallel``.
         optimizer: One optimizer, or a dict of named ones. All their parameters belong to the models.
-        scheduler: Learning-rate scheduler(s), by optimizer name where there are several. Any object with ``step()``,
-            ``state_dict()`` and ``load_state_dict(state)`` is advanced as ``Policy.scheduler_interval`` says;
+        scheduler: Learning-rate scheduler(s); several in a dict by optimizer name. Any object with ``step()``,
+            ``state_dict()`` and ``load_state_dict(state)`` is advanced at ``Policy.scheduler_interval``;
             ReduceLROnPlateau by `validated`, since it needs your metric; timm's schedulers after steps and epochs.
         loader: What `batches` iterates: a `holdfast.DataLoader`, or any other iterable of batches.
         state: Further state by name: anything with ``state_dict`` and ``load_state_dict``.
@@ -210,11 +210,11 @@ class Guard:
         """Yield batches from where the run stands, until a limit is reached or a stop was requested.
 
         A checkpoint is written when one is due and at the end; then the run directory is released. If that last save
-        fails, the loop ends all the same, and the process ends with exit code 74 unless a later save works.
+        fails, the loop ends normally, but the process ends with exit code 74 unless a later save succeeds.
 
-        Leaving the loop with ``break`` writes none: use `request_stop`, or `close` afterwards. A new loop ends an
-        earlier one that was not left, as ``break`` does. A signal of ``Policy.stop_signals`` ends the loop with a
-        checkpoint; what comes after the loop is the script's to decide, by `stop_reason`.
+        Leaving the loop with ``break`` writes no checkpoint: use `request_stop`, or call `close` afterwards. Starting
+        a new loop ends one that is still open, as ``break`` does. A signal of ``Policy.stop_signals`` ends the loop
+        with a checkpoint; the script can check `stop_reason` after it.
 
         Args:
             max_epochs: Passes over the loader, counted over all restarts of the run.
@@ -223,8 +223,8 @@ class Guard:
         Raises:
             PolicyError: H105 without a loader or a limit. LoaderError: H601 for an empty loader, H602 if
                 `max_steps` can never be reached since no step is made.
-            SystemExit: After a stop by a signal, once all is saved, if ``Policy.stop_exit_code`` is set.
-            KeyboardInterrupt: After a stop by Ctrl-C, once all is saved, if it is not set.
+            SystemExit: After a stop by a signal and the last save, if ``Policy.stop_exit_code`` is set.
+            KeyboardInterrupt: After a stop by Ctrl-C and the last save, if it is not set.
         """
         if self._cursor is None or (max_epochs is None and max_steps is None):
             missing = "loader=" if self._cursor is None else "max_epochs= or max_steps="
@@ -242,7 +242,7 @@ class Guard:
             self._under_way.close()  # else it would end this one, whenever its iterator is collected
         self._position_is_clear = True
         with naming_lack_of_memory("iterating over batches"):
-            self._stop.begin_anew(raised=self._ending() is not None)
+            self._stop.reset(raised=self._ending() is not None)
             self._ready()  # not before the first batch is asked for
             self._asked.install()
             self._under_way = self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
@@ -255,7 +255,8 @@ class Guard:
         """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""
         self._session.check_not_in_step()
         if self._stop.honoured and self._ending() is not None:
-            self._stop.begin_anew(raised=True)  # who goes on after the exception wants to
+            # The caller has seen the exception and goes on nevertheless.
+            self._stop.reset(raised=True)
         if not self._record.is_open:
             self._open()
         if not self._session.state.in_loop:
@@ -360,11 +361,12 @@ class Guard:
         raise self._ending() or SystemExit(0) from None
 
     def _ending(self) -> BaseException | None:
-        """Return what is to be raised once the run is saved, so that nothing after the loop runs; None: nothing.
+        """Return the exception to raise after a stop by a signal, once the run is saved, or None.
 
-        Ctrl-C raises KeyboardInterrupt, as without a guard: a notebook's "Run all" would otherwise go on.
+        Ctrl-C raises KeyboardInterrupt, as without a guard, so that a notebook's "Run all" stops.
         """
-        number = self._stop.signal or self._asked.signal  # the second may have come when all ranks were done
+        # A signal to this rank may have come after the last step of all ranks, so that they did not agree on it.
+        number = self._stop.signal or self._asked.signal
         if number is None:
             return None
         if self.policy.stop_exit_code is not None:
@@ -476,10 +478,10 @@ class Guard:
     def evaluate(self) -> Iterator[None]:
         """Switch the models to evaluation without gradients, and leave no trace in training.
 
-        Train/eval modes and random state are as before afterwards. A signal of ``Policy.stop_signals`` inside ends
-        the process after a checkpoint, with ``Policy.stop_exit_code`` or 0, and Ctrl-C with a KeyboardInterrupt:
-        an evaluation that was cut short has no result to go on with. What else the loop body does for this batch is
-        then left out. `request_stop` lets the evaluation finish and ends the loop after it.
+        Train/eval modes and random state are restored afterwards. If a signal of ``Policy.stop_signals`` comes
+        inside, a checkpoint is saved and the process ends with ``Policy.stop_exit_code`` or 0, and on Ctrl-C with a
+        KeyboardInterrupt: an interrupted evaluation has no result with which the script could continue. The rest of
+        the loop body does not run. `request_stop` lets the evaluation finish and ends the loop after it.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()

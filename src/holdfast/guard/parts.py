@@ -195,7 +195,7 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any, average
 
 
 def _check_overlap(optimizers: Mapping[str, Optimizer]) -> None:
-    """Raise H105 for an optimizer that is given beside a wrapper of it: one call would step it twice."""
+    """Raise H105 for an optimizer and a wrapper of it, which would both step it."""
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
         for identity in identities(optimizer):
@@ -230,20 +230,20 @@ def _described(value: Any) -> str:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether ``state_dict()`` and ``load_state_dict(state)`` of an object can be called so."""
+    """Return whether an object has methods that can be called as ``state_dict()`` and ``load_state_dict(state)``."""
     if isinstance(value, type):
         return False
     return _takes(getattr(value, "state_dict", None), 0) and _takes(getattr(value, "load_state_dict", None), 1)
 
 
 def _takes(method: Any, count: int) -> bool:
-    """Return whether something can be called with so many arguments, as far as its signature shows."""
+    """Return whether a method can be called with this number of arguments, as far as its signature shows."""
     if not callable(method):
         return False
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):
-        # Written in C.
+        # Some functions written in C have no signature.
         return True
     try:
         signature.bind(*[None] * count)
@@ -253,7 +253,7 @@ def _takes(method: Any, count: int) -> bool:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise H105 for what is no iterable of batches, or has none left."""
+    """Raise H105 for a value that is not an iterable of batches, or has no batches left."""
     limit = "it is iterated for batches"
     fix = "pass a DataLoader or another iterable of batches."
     if _is_dataset(loader):
@@ -279,9 +279,9 @@ def check_loader(loader: Any) -> None:
 
 
 def _is_dataset(loader: Any) -> bool:
-    """Return whether this is a dataset with an index, torch's or one of the ``datasets`` package.
+    """Return whether a value is a map-style dataset of torch or of the ``datasets`` package.
 
-    One without an index may yield whole batches.
+    An iterable dataset is not one, since it may yield whole batches.
     """
     if isinstance(loader, Dataset):
         return not isinstance(loader, IterableDataset)

@@ -12,25 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
-# What is behind more attributes than this belongs to something else, such as a trainer in a closure.
+# An object that is more attributes away belongs to something else, such as a trainer in a closure.
 MOST_LEVELS = 4
-# A bound on the work, for objects that refer to half of a program.
+# Bounds the work for objects that refer to half of a program.
 MOST_OBJECTS = 5_000
+# Objects of these types are not looked into.
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, torch.Tensor, nn.Module)
 
 
 def levels_inside(
     root: Any, is_wanted: Callable[[Any], bool], *, most_levels: int = MOST_LEVELS
 ) -> Iterator[list[Any]]:
-    """Yield the wanted objects that an object refers to, nearest first, a list for each distance.
+    """Yield the wanted objects that an object refers to: first those one attribute away, then two, and so on.
 
-    Attributes, containers, closures, bound methods, `functools.partial` and weak references are followed;
-    tensors and modules are not, and neither is what lies behind a wanted object.
+    The search is breadth-first. It follows attributes, containers, closures, bound methods, `functools.partial`
+    and weak references, but no tensors and modules, and it does not continue behind a wanted object.
 
     Args:
-        root: The object to begin with. It is not yielded itself.
-        is_wanted: Says whether an object is looked for.
-        most_levels: How many attributes may lie between.
+        root: The object at which the search begins. It is not yielded itself.
+        is_wanted: A function that returns whether to yield an object.
+        most_levels: How many attributes away the search ends.
+
+    Yields:
+        For each distance a list, which may be empty.
     """
     visited = {id(root)}
     level = [root]
@@ -51,7 +55,7 @@ def levels_inside(
 
 
 def _values_of(holder: Any) -> Iterator[Any]:
-    """Yield what an object refers to directly; a container is looked through, as if its items were attributes."""
+    """Yield the objects that an object refers to directly. Items of a container count as its attributes."""
     waiting = deque(_attributes_of(holder))
     containers = set[int]()
     while waiting:
@@ -66,6 +70,7 @@ def _values_of(holder: Any) -> Iterator[Any]:
 
 
 def _attributes_of(holder: Any) -> list[Any]:
+    """Return the values of an object's attributes, or of a function's closure."""
     if isinstance(holder, functools.partial):
         return [holder.func, holder.args, holder.keywords]
     if isinstance(holder, types.MethodType):
@@ -74,7 +79,7 @@ def _attributes_of(holder: Any) -> list[Any]:
         return [getattr(holder, "__wrapped__", None), contents_of_closure(holder)]
     if isinstance(holder, weakref.ref):
         return [holder()]
-    # Hooks belong to whoever has registered them, such as an observer of all optimizers.
+    # The hooks of an optimizer belong to the code that registered them, such as an observer of all optimizers.
     own = getattr(holder, "__dict__", {})
     attributes = [value for name, value in own.items() if not name.startswith("_optimizer_")]
     slots = [name for kind in type(holder).__mro__ for name in _slots_of(kind)]
@@ -88,12 +93,12 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def contents_of_closure(function: types.FunctionType) -> list[Any]:
-    """Return the values of the variables that a function has taken from where it was defined."""
+    """Return the values of a function's free variables, as far as they have one."""
     contents = []
     for cell in function.__closure__ or ():
         try:
             contents.append(cell.cell_contents)
         except ValueError:
-            # The variable has no value yet.
+            # The variable was not assigned yet.
             continue
     return contents

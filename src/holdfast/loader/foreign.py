@@ -1,6 +1,6 @@
-"""Loaders that are not holdfast's: what a resume can promise for them, and what they draw random numbers from.
+"""Say what a resume can promise for a loader that is not holdfast's, and find the random generators it uses.
 
-The promise is "bit-exact", "none, because ..." or "not known, because ...": one sentence that a user can act on.
+The promise is "bit-exact", "none, because ..." or "not known, because ...": a sentence on which a user can act.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.loader.torch_workers import keeps_workers
 
 EXACT = "bit-exact"
 
-# Their order depends on the random numbers and on the epoch that they are given, and on nothing before.
+# The order that these samplers return depends only on the random numbers and the epoch that they are given.
 _SAMPLERS_WITHOUT_STATE = (
     RandomSampler,
     SequentialSampler,
@@ -35,7 +35,8 @@ _SAMPLERS_WITHOUT_STATE = (
     WeightedRandomSampler,
     DistributedSampler,
 )
-_SAMPLERS_OF_OTHERS = (
+# Such samplers of libraries that may not be installed.
+_FOREIGN_SAMPLERS_WITHOUT_STATE = (
     "accelerate.data_loader.SeedableRandomSampler",
     "accelerate.data_loader.BatchSamplerShard",
     "transformers.trainer_pt_utils.LengthGroupedSampler",
@@ -43,19 +44,20 @@ _SAMPLERS_OF_OTHERS = (
 _PLAIN_SEQUENCES = (list, tuple, range, torch.Tensor, np.ndarray)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-# A dataset holds its generator itself or in a transform; data sits deeper, or in longer lists.
-_DEEPEST = 6
-_LONGEST = 64
+# Limits of the search for generators. A dataset holds its generator itself or in a transform. Objects that are deeper
+# or in longer containers are data.
+_MOST_LEVELS = 6
+_LONGEST_CONTAINER = 64
 _MOST_OBJECTS = 2000
 
 
 def is_stateful(value: object) -> bool:
-    """Return whether an object can be saved and put back."""
+    """Return whether an object has ``state_dict`` and ``load_state_dict``."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def torch_loader_of(loader: object) -> DataLoader[Any] | None:
-    """Return torch's loader behind a loader: itself, or what a wrapper of holdfast's names; None if there is none."""
+    """Return the torch ``DataLoader`` that a loader is or that holdfast's wrapper of it holds, or None."""
     inner = getattr(loader, "torch_loader", loader)
     return inner if isinstance(inner, DataLoader) else None
 
@@ -64,28 +66,28 @@ def torch_loader_of(loader: object) -> DataLoader[Any] | None:
 
 
 def resume_promise(loader: object) -> str:
-    """Return what a resume can promise for a loader that is not holdfast's: the first answer of `_RULES`."""
+    """Return the promise for a loader that is not holdfast's: that of the first rule in `_RULES` that has one."""
     for rule in _RULES:
         promise = rule(loader)
         if promise is not None:
             return promise
     return (
-        f"not known, because {type(loader).__name__} makes its batches in its own way: they are read over up to the "
-        "position, which is exact if each is made when it is asked for, from global random numbers or generators "
-        "that are its attributes. Otherwise give it state_dict and load_state_dict"
+        f"not known, because {type(loader).__name__} makes its batches in its own way. A resume reads and drops "
+        "batches up to the position, which is exact if each is made only when it is requested, from global random "
+        "numbers or generators that are attributes of the loader. Otherwise give it state_dict and load_state_dict"
     )
 
 
-def _of_an_iterator(loader: object) -> str | None:
+def _promise_for_iterator(loader: object) -> str | None:
     if isinstance(loader, Iterator):
         return (
-            "none, because an iterator cannot be started again: batches that were trained are read and dropped, and "
-            "what it did before is not restored. Pass the iterable that it was made from"
+            "none, because an iterator cannot be restarted: a resume can only drop as many batches of a new one. "
+            "Pass the iterable that it was made from"
         )
     return None
 
 
-def _of_its_own_state(loader: object) -> str | None:
+def _promise_for_own_state(loader: object) -> str | None:
     if is_stateful(loader):
         return (
             "not known, because the loader's own state_dict and load_state_dict decide it; "
@@ -94,95 +96,96 @@ def _of_its_own_state(loader: object) -> str | None:
     return None
 
 
-def _of_a_sequence(loader: object) -> str | None:
+def _promise_for_sequence(loader: object) -> str | None:
     if not isinstance(loader, _PLAIN_SEQUENCES):
         return None
     if isinstance(loader, (list, tuple)) and any(isinstance(entry, (DataLoader, Iterator)) for entry in loader):
         return (
-            "none, because this is a list of loaders, and no checkpoint holds the positions in them. Pass one, "
-            'and the others by name, state={"labelled": loader}, as holdfast.DataLoader'
+            "none, because this is a list of loaders, and no checkpoint holds the positions in them. Pass one as "
+            'loader=, and the others as holdfast.DataLoader in state={"labelled": loader}'
         )
     return EXACT
 
 
-def _of_torch(loader: object) -> str | None:
+def _promise_for_torch_loader(loader: object) -> str | None:
     inner = torch_loader_of(loader)
     if inner is None:
         return None
-    for rule in _RULES_OF_TORCH:
+    for rule in _TORCH_RULES:
         promise = rule(inner)
         if promise is not None:
             return promise
     return EXACT
 
 
-def _of_a_subclass(loader: DataLoader[Any]) -> str | None:
+def _promise_for_subclass(loader: DataLoader[Any]) -> str | None:
     if type(loader).__iter__ is not DataLoader.__iter__:
-        return f"not known, because {type(loader).__name__} iterates in its own way, not as torch's DataLoader does"
+        return f"not known, because {type(loader).__name__} overrides __iter__ of torch's DataLoader"
     return None
 
 
-def _of_batches_out_of_order(loader: DataLoader[Any]) -> str | None:
+def _promise_out_of_order(loader: DataLoader[Any]) -> str | None:
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         return (
-            "none, because in_order=False hands batches out as workers finish them: no two runs read the same order"
+            "none, because in_order=False returns batches in the order in which workers finish them, which differs "
+            "from run to run"
         )
     return None
 
 
-def _of_a_stream(loader: DataLoader[Any]) -> str | None:
+def _promise_for_stream(loader: DataLoader[Any]) -> str | None:
     if isinstance(loader.dataset, IterableDataset):
         return (
-            f"not known, because the items come from a stream ({type(loader.dataset).__name__}), which may keep a "
-            "position or random numbers from epoch to epoch. It is read over up to the position; holdfast.DataLoader "
-            "keeps what the stream's state_dict returns"
+            f"not known, because the samples come from an IterableDataset ({type(loader.dataset).__name__}), which "
+            "may carry a position or random numbers from epoch to epoch. A resume reads and drops batches up to the "
+            "position; holdfast.DataLoader saves the dataset's state_dict instead"
         )
     return None
 
 
-def _of_a_sampler(loader: DataLoader[Any]) -> str | None:
+def _promise_for_sampler(loader: DataLoader[Any]) -> str | None:
     for sampler in samplers_of(loader):
         name = type(sampler).__name__
         if is_stateful(sampler):
             return (
-                f"not known, because the order is {name}'s own: its state_dict is kept, which is exact unless it "
-                "draws from torch's global random numbers while training does too"
+                f"not known, because the order comes from {name}: its state_dict is saved, which is exact unless it "
+                "draws from torch's global random numbers during training"
             )
         if not has_no_state(sampler):
             return (
-                f"not known, because {name} may keep state from epoch to epoch, and has no state_dict and "
-                "load_state_dict that would let a checkpoint hold it"
+                f"not known, because {name} may carry state from epoch to epoch, and has no state_dict and "
+                "load_state_dict for a checkpoint"
             )
     return None
 
 
-def _of_kept_workers(loader: DataLoader[Any]) -> str | None:
+def _promise_for_persistent_workers(loader: DataLoader[Any]) -> str | None:
     if keeps_workers(loader):
         return (
-            "not known, because workers that live from epoch to epoch (persistent_workers=True) keep their random "
-            "numbers, and no checkpoint holds them: after a resume behind the first epoch the order is exact, and "
-            "random augmentation in the workers is not. holdfast.DataLoader keeps both"
+            "not known, because with persistent_workers=True the workers carry random numbers from epoch to epoch, "
+            "and no checkpoint holds them: after a resume beyond the first epoch the order is exact, but random "
+            "augmentation in the workers is not. holdfast.DataLoader restores both"
         )
     return None
 
 
 _RULES: tuple[Callable[[object], str | None], ...] = (
-    _of_an_iterator,
-    _of_its_own_state,
-    _of_a_sequence,
-    _of_torch,
+    _promise_for_iterator,
+    _promise_for_own_state,
+    _promise_for_sequence,
+    _promise_for_torch_loader,
 )
-_RULES_OF_TORCH: tuple[Callable[[DataLoader[Any]], str | None], ...] = (
-    _of_a_subclass,
-    _of_batches_out_of_order,
-    _of_a_stream,
-    _of_a_sampler,
-    _of_kept_workers,
+_TORCH_RULES: tuple[Callable[[DataLoader[Any]], str | None], ...] = (
+    _promise_for_subclass,
+    _promise_out_of_order,
+    _promise_for_stream,
+    _promise_for_sampler,
+    _promise_for_persistent_workers,
 )
 
 
 def keeps_by_state_dict(loader: object) -> bool:
-    """Return whether a loader, or its sampler, was given a state_dict to be resumed by: its author has seen to it."""
+    """Return whether a loader or its sampler has a ``state_dict``, so that its author has provided for a resume."""
     return is_stateful(loader) or any(is_stateful(sampler) for sampler in samplers_of(loader))
 
 
@@ -190,9 +193,9 @@ def keeps_by_state_dict(loader: object) -> bool:
 
 
 def samplers_of(loader: object) -> list[Any]:
-    """Return what decides a loader's order, outermost first: batch sampler, sampler, and those inside of them.
+    """Return the samplers that decide a loader's order, outermost first: each with the ones inside it.
 
-    A loader with a batch sampler also shows a sampler that it does not use; torch puts one there.
+    If a loader has a batch sampler, its attribute ``sampler`` is ignored, because torch does not use it then.
     """
     inner = torch_loader_of(loader)
     source = loader if inner is None else inner
@@ -207,24 +210,25 @@ def samplers_of(loader: object) -> list[Any]:
 
 
 def has_no_state(sampler: object) -> bool:
-    """Return whether a sampler is known to carry nothing from epoch to epoch, but for its generator."""
+    """Return whether a sampler is known to carry nothing but its generator from epoch to epoch."""
     if type(sampler) is BatchSampler:
-        return True  # what it takes its indices from is looked at too
+        # The callers check the sampler inside it as well.
+        return True
     name = f"{type(sampler).__module__}.{type(sampler).__qualname__}"
     return (
         type(sampler) in _SAMPLERS_WITHOUT_STATE
-        or name in _SAMPLERS_OF_OTHERS
+        or name in _FOREIGN_SAMPLERS_WITHOUT_STATE
         or isinstance(sampler, _PLAIN_SEQUENCES)
-        # The stand-in of torch for streams and for batch_size=None.
+        # torch uses this placeholder for an IterableDataset.
         or type(sampler).__name__ == "_InfiniteConstantSampler"
     )
 
 
 def sources_of_state(loader: object) -> list[Any]:
-    """Return what a loader draws from besides global random numbers: generators of its own, and samplers with state.
+    """Return the objects with random or other state that a loader uses: generators, and samplers with state.
 
-    Generators are looked for in the loader, its samplers, and the dataset, ``collate_fn`` and transforms of torch's
-    loader. The order is the same for a loader that was built in the same way.
+    Generators are searched for in the attributes of the loader and its samplers, and in the dataset, ``collate_fn``
+    and transforms of a torch loader. Two loaders that were built in the same way return them in the same order.
     """
     source = torch_loader_of(loader)
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
@@ -236,11 +240,11 @@ def sources_of_state(loader: object) -> list[Any]:
 
 
 def generators_in(values: Iterable[Any]) -> list[Any]:
-    """Return the random generators among values and, down to some depth, in their attributes and short containers."""
+    """Return the random generators among values and, down to `_MOST_LEVELS`, in their attributes and containers."""
     generators = []
     level = list(values)
     visited: dict[int, Any] = {}
-    for _ in range(_DEEPEST):
+    for _ in range(_MOST_LEVELS):
         level = [value for value in level if id(value) not in visited][: _MOST_OBJECTS - len(visited)]
         visited.update((id(value), value) for value in level)
         generators += [value for value in level if isinstance(value, _GENERATORS)]
@@ -249,11 +253,11 @@ def generators_in(values: Iterable[Any]) -> list[Any]:
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    """Return what an object holds, as far as a generator could be among it; nothing for data."""
+    """Return the objects that an object holds, or nothing for a long container or an array, which hold data."""
     if isinstance(value, Mapping):
-        return list(value.values()) if len(value) <= _LONGEST else ()
+        return list(value.values()) if len(value) <= _LONGEST_CONTAINER else ()
     if isinstance(value, (list, tuple)):
-        return value if len(value) <= _LONGEST else ()
+        return value if len(value) <= _LONGEST_CONTAINER else ()
     if isinstance(value, MethodType):
         return (value.__self__,)
     if isinstance(value, FunctionType):
@@ -262,6 +266,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> list[Any]:
+    """Return the values of an object's attributes; nothing for tensors, arrays, classes and modules."""
     if isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
         return []
     return list(getattr(value, "__dict__", {}).values())

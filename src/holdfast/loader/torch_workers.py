@@ -1,8 +1,9 @@
-"""Workers of torch's own ``DataLoader`` that live from epoch to epoch (``persistent_workers=True``).
+"""Resume torch's own ``DataLoader`` with ``persistent_workers=True`` in the order of the undisturbed run.
 
-The first epoch starts the workers, and draws a seed for them before the sampler draws its own. Later epochs find the
-workers there, and draw the sampler's seed only. A process that resumes in a later epoch has no workers yet: without
-what is here it would draw one number too many, and with that another order.
+The first epoch starts the workers, and draws a seed for them before the sampler draws its own. Later epochs reuse the
+workers and draw only the sampler's seed. A process that resumes in a later epoch has no workers yet. If it began the
+epoch like that, it would draw one random number more, and the sampler would return another order. So the workers are
+started before.
 """
 
 from __future__ import annotations
@@ -15,34 +16,38 @@ from holdfast.loader.random_state import isolated
 
 
 def keeps_workers(loader: DataLoader[Any]) -> bool:
-    """Return whether the workers of this loader live from epoch to epoch."""
+    """Return whether a loader keeps its workers from epoch to epoch."""
     return bool(loader.persistent_workers) and loader.num_workers > 0
 
 
 def has_workers(loader: DataLoader[Any]) -> bool:
-    """Return whether the next ``iter(loader)`` finds the workers of an epoch before."""
+    """Return whether the next ``iter(loader)`` will reuse the workers of an earlier epoch."""
     return keeps_workers(loader) and getattr(loader, "_iterator", None) is not None
 
 
 def match_workers(loader: DataLoader[Any], *, started: bool) -> None:
-    """Have workers, or none, as the undisturbed run had when it began the epoch; global random state stays as it is.
+    """Start or end the persistent workers, so that they exist if they existed in the undisturbed run.
 
-    The loader's own ``generator`` may be drawn from.
+    The global random state does not change, but starting workers may draw from the loader's own ``generator``.
+
+    Args:
+        loader: The loader, before the epoch begins. One without persistent workers is left as it is.
+        started: Whether the workers had been started in the undisturbed run.
     """
     if not keeps_workers(loader) or has_workers(loader) == started:
         return
     if started:
         _start_idle_workers(loader)
     else:
-        # The iterator owns the workers, and ends them when it is collected.
+        # The iterator owns the workers, and ends them when it is garbage-collected.
         loader._iterator = None
 
 
 def _start_idle_workers(loader: DataLoader[Any]) -> None:
-    """Start the workers without a batch to make: an epoch of nothing, from a sampler without indices."""
+    """Start the workers by beginning an epoch of an empty sampler, so that they have nothing to load."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
-    # Torch refuses to set these after construction, since an epoch that is under way would not follow.
+    # torch's `__setattr__` refuses to change the sampler after construction.
     object.__setattr__(loader, name, ())
     try:
         with isolated():

@@ -135,7 +135,7 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Watched]]:
     """Return a function that starts a program; the limits are looked at more often than usual."""
-    monkeypatch.setattr("holdfast.forecast.job.time_limits._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("holdfast.forecast.job.time_limits._INTERVAL_SECONDS", 0.05)
     programs: list[Watched] = []
 
     def start(code: str) -> Watched:

@@ -303,8 +303,6 @@ def refusing(kind: Any, *, around: Callable[[Any], Any] = lambda inner: inner) -
     [
         (refusing(SharpnessAware), "H107"),
         (refusing(SharpnessAware, around=Nested), "H107"),
-        (refusing(Raising), "H107"),
-        (refusing(Calling), "H107"),
         (refusing(WithLoss), "H107"),
         (refusing(OwnBackward), "H107"),
         (refusing(Sharded), "H108"),
@@ -320,6 +318,21 @@ def test_an_optimizer_that_cannot_be_guarded_is_refused_before_a_run_directory_i
         holdfast.Guard(tmp_path / "run", model=model, optimizer=optimizer)
     assert caught.value.rule == rule
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", [Raising, Calling])
+def test_an_optimizer_that_fails_without_a_closure_is_named_in_its_first_step(tmp_path, kind):
+    """Its signature says that the closure is optional, so nothing shows the need before the step."""
+    model, optimizer = model_and(refusing(kind))
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
+    before = weights(model)
+
+    with pytest.raises(holdfast.PolicyError, match=kind.__name__) as caught:
+        guard.step(BATCHES[0], square_of(model))
+
+    assert caught.value.rule == "H107"
+    assert caught.value.__cause__ is not None
+    assert torch.equal(weights(model), before)
 
 
 def test_a_closure_that_is_optional_is_no_reason_to_refuse(tmp_path):

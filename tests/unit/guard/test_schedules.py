@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
 import holdfast
 from holdfast.core.errors import PolicyError
-from holdfast.guard.schedules import Schedules, Way, way_of
+from holdfast.guard.schedules import Interface, Schedules, interface_of
 
 NAN = float("nan")
 
@@ -75,8 +75,12 @@ def test_only_schedulers_that_need_a_metric_are_told_one_and_those_that_cut_are_
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.4, patience=1)
     demanding = Demanding(Adam([torch.nn.Parameter(torch.ones(1))], lr=0.4))
     schedulers = {"scheduler": plateau, "step": lr_scheduler.StepLR(optimizer, 1), "mine": demanding}
-    assert [way_of(each) for each in schedulers.values()] == [Way.METRIC, Way.STEP, Way.METRIC]
-    assert way_of(Sensitive(demanding.optimizer)) is Way.STEP
+    assert [interface_of(each) for each in schedulers.values()] == [
+        Interface.METRIC,
+        Interface.STEP,
+        Interface.METRIC,
+    ]
+    assert interface_of(Sensitive(demanding.optimizer)) is Interface.STEP
     schedules = schedules_of(schedulers, {"o": optimizer, "m": demanding.optimizer})
     optimizer.step()
     schedules.after_step(["o", "m"])

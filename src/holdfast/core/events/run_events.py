@@ -76,7 +76,7 @@ class GroupsChanged(EventData):
 
 
 class PositionNotKept(EventData):
-    """The batches of a resumed run are not those that would have followed, at least on one rank."""
+    """A resumed run does not continue at the batch at which it was interrupted, at least on one rank."""
 
     why: str = (
         "the loop is not guard.batches(...), and begins wherever it begins: an epoch that was under way is repeated. "
@@ -85,32 +85,33 @@ class PositionNotKept(EventData):
 
 
 class ResumeMayDiffer(_Why):
-    """A run that resumes may read other batches, or other augmentation, than one that was never interrupted."""
+    """A resume may read other batches, or augment them otherwise, than a run without interruption."""
 
 
 class OwnStateNotKept(EventData):
-    """The run resumed on another number of ranks, where the state that each rank had for itself has no place.
+    """The run resumed on another number of ranks, so the state in which ranks differed could not be restored.
 
-    Buffers and ``state=`` of these names have the values of the first rank now, on all ranks.
+    The buffers and ``state=`` with these names now have the values of rank 0 on all ranks.
     """
 
     names: tuple[str, ...]
     ranks_before: int
     ranks_now: int
     why: str = (
-        "each rank had values of its own there, and a resume gives them back on the same number of ranks only; all "
-        "ranks go on with those of rank 0"
+        "these values differed between ranks, and can only be restored on the same number of ranks; all ranks "
+        "continue with those of rank 0"
     )
 
 
 class StepsLeftBehind(EventData):
-    """A guard goes on from `to_step`, although the one before it in this process had trained up to `from_step`."""
+    """A guard resumes at `to_step`, although an earlier guard of this process had trained up to `from_step`."""
 
     from_step: int
     to_step: int
     why: str = (
-        "the loop was left without a save, so its last steps are in no checkpoint, and the run goes back to the "
-        "newest one. To keep such steps, end a loop by guard.request_stop(), or call guard.close() before a new Guard"
+        "the loop was left without a save, so its last steps are in no checkpoint, and the run resumes from the "
+        "newest one. To keep such steps, end a loop with guard.request_stop(), or call guard.close() before making a "
+        "new Guard"
     )
 
 
@@ -121,19 +122,19 @@ class BeginsAnew(EventData):
 
 
 class StopRequested(EventData):
-    """Somebody asked for the end of training, by a signal (`signal` is its name) or a call."""
+    """The run was asked to stop, by a signal (`signal` is its name) or by a call."""
 
     reason: str
     signal: str | None = None
 
 
 class SignalLeftAlone(EventData):
-    """A signal of ``Policy.stop_signals`` does not stop the run, since native code of the script handles it."""
+    """A signal of ``Policy.stop_signals`` does not stop the run, because native code handles it."""
 
     signal: str
     why: str = (
-        "a handler in C has it, such as one of faulthandler.register. Register that for another signal, such as "
-        "signal.SIGRTMIN, or leave the signal out of stop_signals"
+        "it has a handler in C, such as that of faulthandler.register. Register that handler for another signal, "
+        "such as signal.SIGRTMIN, or leave the signal out of stop_signals"
     )
 
 
@@ -179,12 +180,12 @@ class RankIsSlow(EventData):
 
 
 class OwnCollectives(EventData):
-    """The loss or the model was seen to begin collectives by itself (`count` in this step), for the first time."""
+    """The loss or the model began collectives itself, for the first time in this run; `count` is how many."""
 
     count: int
     why: str = (
-        "a rank that runs out of memory and has not come to one of them ends all ranks (H401), no rank splits or "
-        "recomputes by itself, and NaN is traced up to the first of them"
+        "if a rank runs out of memory before one of them, all ranks end (H401); no rank splits or recomputes alone; "
+        "and NaN is traced only up to the first of them"
     )
 
 
@@ -265,7 +266,7 @@ class PruneFailed(_Failure):
 
 
 class NotSaved(EventData):
-    """The run ended with steps that are in no checkpoint; `error` is why the newest save came to nothing."""
+    """The run ended with steps that are in no checkpoint; `error` is why the newest save failed."""
 
     newest_checkpoint: int | None
     failed_saves: int
@@ -329,10 +330,7 @@ class SideEffects(_Why):
 
 
 class SplitNotTried(_Why):
-    """No copy of this process could be made to try whether batches can be split.
-
-    That is not proven then, and tried before the first split.
-    """
+    """This process could not be forked to try whether batches can be split. It is tried before the first split."""
 
 
 class SplitRefused(_Why):
@@ -342,10 +340,10 @@ class SplitRefused(_Why):
 
 
 class SplitStopped(_Why):
-    """Batches of this loss function were split, and are no longer: a later check has failed.
+    """Batches of this loss function are no longer split, because a later check has failed.
 
-    `equal_until_step` is the last step at which a check has passed. Steps that were split after it may have had
-    another gradient than that of the whole batch. None: no check has passed.
+    `equal_until_step` is the last step at which a check passed, or None if none did. Steps that were split after it
+    may have had another gradient than that of the whole batch.
     """
 
     allow_split_with: str

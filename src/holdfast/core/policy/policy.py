@@ -180,13 +180,13 @@ class Policy:
     after each ``"epoch"``, or never (None: you call it)."""
 
     stop_signals: kinds.StopSignals = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
-    """Signals that stop the run: it saves a checkpoint at the end of the batch and leaves the loop. A second one ends
-    the process at once. After SIGINT (Ctrl-C) `batches` then raises KeyboardInterrupt. SIGHUP and SIGINT stay
-    ignored where they are ignored when the guard is made (``nohup``, a job in the background)."""
+    """Signals that stop the run: it saves a checkpoint at the end of the batch and leaves the loop. After SIGINT
+    (Ctrl-C) `batches` then raises KeyboardInterrupt. A second signal ends the process at once. If SIGHUP or SIGINT
+    is ignored when the guard is made (``nohup``, a background job), it stays ignored."""
 
     stop_exit_code: kinds.ExitCodeOrNone = None
-    """Exit code after a stop by a signal: `batches` saves and then raises ``SystemExit`` with it, so that nothing
-    after the loop runs. None: the loop ends, and the script goes on after it."""
+    """Exit code after a stop by a signal: `batches` saves and then raises ``SystemExit`` with this code, so that the
+    code after the loop does not run. None: the loop ends, and the script continues after it."""
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:

@@ -1,11 +1,10 @@
-"""Whether the recorded loss of a run fell, and how long its steps waited for their loader.
+"""Judge whether the recorded loss of a run fell, and how long its steps waited for their loader.
 
-A loss is only judged where a fall means progress: not where several optimizers take turns, as in
-a GAN, nor where a policy is trained by reward, nor where the loss goes on changing its sign. Where
-the noise hides a fall that would matter, the answer is that nobody knows.
+A loss is only judged if a fall means progress. It does not if several optimizers take turns, as in a GAN, if a policy
+is trained by reward, or if the loss keeps changing its sign. If the noise could hide a fall that matters, the outcome
+is "unclear".
 
-Does not: look for a training that was lost (see ``curves``), or choose the words of a verdict (see
-``good_ends``).
+Does not: detect a loss that diverged (see ``curves``), or word the verdict (see ``good_ends``).
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from holdfast.core.errors import HoldfastError
 from holdfast.explain.evidence import Learning, LoaderWait
@@ -23,45 +22,43 @@ from holdfast.recorder.progress import StepSample, read_samples
 from holdfast.recorder.reader import read_steps
 from holdfast.recorder.run_files import SAMPLES_FILE
 
+# Fewer losses show no trend.
 FEWEST_LOSSES = 10
-"""Fewer say nothing of a trend."""
+# A loss must fall by this share of its level. Adam at a learning rate of 1e-6 takes a few hundred steps for it.
 _LEAST_FALL = 0.01
-"""Share of its level by which a loss must fall. Adam at a learning rate of 1e-6 takes some hundred
-steps for it."""
+# A sure fall is larger than this many standard errors. It is not 2, because several beginnings are tried.
 _SURE = 4.0
-"""Standard errors by which a fall must exceed its noise; several beginnings are tried, so that it
-is not two."""
+# A fall by more than this many standard errors is likely enough that the loss is not called flat.
 _LIKELY = 2.0
-"""Standard errors from which on a fall is likely, so that the loss is not called flat either."""
-_LEFT = 3.0
-"""Standard deviations of its noise by which a loss must rise to have left the level at which it
-began."""
-_SURE_OF_ONE = 6.0
-"""The same where the beginning is the first loss alone."""
+# A loss has left the level at which it began if it rose by this many standard deviations of its noise.
+_CLEAR_RISE = 3.0
+# A fall from the first loss alone must be larger than this many standard deviations of the noise.
+_SURE_FROM_ONE_LOSS = 6.0
+# A loss is only called flat if its noise could not hide a fall by this share of its level.
 _MOST_HIDDEN = 0.3
-"""Share of its level by which a loss called flat may still have fallen unseen."""
+# A loss that begins below this value may be that of a trained model.
 _LOW = 0.1
-"""A loss that begins below may be that of a model which has learned already; others begin above."""
+# A stretch of losses has both signs if this share of them has the rarer one.
 _MINORITY = 0.1
-"""Share of losses with the rarer sign from which on a stretch is said to have both."""
+# A rise to this multiple of the first loss is reported even if the loss came back, unless it was a single batch.
 _SPIKE = 1000.0
-"""Rise over the first loss that is worth a word even where the loss came back. A single one may be
-one batch."""
+# A first loss below this value counts as this value for a spike, since a loss that begins at 0 has no scale.
 _LEAST_LEVEL = 1.0
-"""A first loss below counts as this for a spike: one that begins at 0 has no scale of its own."""
+# The beginning and the end have at least this many losses.
 _FIRST = 3
+# Slow noise is measured between the medians of this many blocks, if each has enough losses.
 _BLOCKS = 8
 _FEWEST_OF_A_BLOCK = 4
+# The median of ``|a - 2 b + c|`` of normal values of standard deviation 1.
 _NORMAL_DISTANCE = 0.6745 * math.sqrt(6)
-"""Median of ``|a - 2 b + c|`` of normal values of standard deviation 1."""
+# The standard error of the median of normal values, as a multiple of that of their mean.
 _MEDIAN_ERROR = 1.25
-"""Standard error of the median of normal values over that of their mean."""
+# The least number of records in a row of ``recorder.history``.
 _RECORDS_OF_A_ROW = 64
-"""As ``recorder.history`` keeps them at least."""
+# Waiting for the loader is judged from this many steps on, and only if it took this long in total: a run of a few
+# seconds starts its workers for half of its time.
 _LEAST_STEPS = 10
 _LEAST_WAIT_SECONDS = 2.0
-"""Waiting below is no matter, whatever its share: a run of seconds starts its workers for half of
-its time."""
 
 
 class Reading(NamedTuple):
@@ -69,20 +66,19 @@ class Reading(NamedTuple):
 
     step: int
     loss: float
-    optimizer: int = 0  # number of the one that stepped, 0 if nobody said
+    # The number of the optimizer that stepped, or 0 if it was not recorded.
+    optimizer: int = 0
 
 
 def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = False) -> Learning:
     """Return whether a run learned, from the losses of its processes.
 
     Args:
-        curves: Of each rank, or of each process that trained, the recorded losses, oldest first.
-        by_reward: Whether the script imported a package of environments, as reinforcement learning
-            does.
+        curves: The recorded losses of each rank, or of each process that trained, oldest first.
+        by_reward: Whether the script imported a package of environments, as reinforcement learning does.
 
     Returns:
-        What one of the curves says: ranks see other samples of the same loss, so the surest answer
-        counts.
+        The surest outcome of all curves, since ranks compute the same loss of different samples.
     """
     if by_reward:
         reason = "the loss of a policy that is trained by reward is no measure of it"
@@ -94,7 +90,7 @@ def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = Fa
 
 
 def learning_of_process(readings: Sequence[Reading]) -> Learning:
-    """Return whether the loss of one process fell; of several trainings in a row, the newest."""
+    """Return whether the loss of one process fell. If it trained several models in turn, the newest one counts."""
     stretches = _by_optimizer(readings)
     if len(stretches) >= 2 * len({stretch[0].optimizer for stretch in stretches}):
         return Learning(outcome="unclear", reason="several optimizers took turns, each with a loss of its own")
@@ -110,7 +106,7 @@ def learning_of_process(readings: Sequence[Reading]) -> Learning:
 
 
 def _by_optimizer(readings: Sequence[Reading]) -> list[list[Reading]]:
-    """Return the stretches in which the same optimizer stepped."""
+    """Return the readings in stretches in which the same optimizer stepped."""
     stretches: list[list[Reading]] = []
     for reading in readings:
         if not stretches or stretches[-1][-1].optimizer != reading.optimizer:
@@ -123,75 +119,147 @@ def learning_of(readings: Sequence[Reading]) -> Learning:
     """Return whether a loss is lower at its end than at its beginning, by more than its noise."""
     finite = [reading for reading in readings if math.isfinite(reading.loss)]
     if len(finite) < FEWEST_LOSSES:
-        count = f"only {len(finite)} losses were recorded" if finite else "no loss was recorded"
-        return Learning(outcome="unclear", reason=count)
-    losses = [reading.loss for reading in finite]
-    size = _size_of_end(losses)
-    beginning = losses[:size]
-    end = losses[-size:]
-    last = statistics.median(end)
-    if _has_both_signs(beginning) and _has_both_signs(end):
-        return Learning(
-            outcome="unclear",
-            reason="the loss changes its sign all the time, so that it is no measure",
-        )
-    spike = _spike(finite)
-    if spike is not None:
-        return spike
-    if _rose_first(losses) and losses[0] <= last <= statistics.median(beginning):
-        return Learning(outcome="flat", first=losses[0], last=last)
-    first = _level_it_fell_from(losses, _SURE)
-    if first is not None:
-        return Learning(outcome="fell", first=first, last=last)
-    first = statistics.median(beginning)
-    if _has_both_signs(beginning) or _has_both_signs(end):
-        return Learning(
-            outcome="unclear",
-            reason="the loss changes its sign, and shows no fall beyond its noise",
-        )
-    if _level_it_fell_from(losses, _LIKELY) is not None:
-        return Learning(
-            outcome="unclear",
-            reason="the loss is lower at its end, but hardly by more than its noise",
-        )
-    error = math.hypot(_error(beginning), _error(end))
-    if _is_fall(last, first, _LIKELY * error):
-        return Learning(outcome="rose", first=first, last=last)
-    if first - last + _LIKELY * error > _MOST_HIDDEN * max(abs(first), abs(last)):
-        return Learning(outcome="unclear", reason="the noise of the loss would hide a fall")
-    constant = min(losses) == max(losses)
-    if 0 < first < _LOW and not constant:
-        reason = f"the loss was low from the beginning: {first:.3g} there, {last:.3g} at the end"
+        reason = f"only {len(finite)} losses were recorded" if finite else "no loss was recorded"
         return Learning(outcome="unclear", reason=reason)
-    return Learning(outcome="flat", first=first, last=last, constant=constant)
+    curve = _Curve(finite)
+    for rule in _RULES:
+        learning = rule(curve)
+        if learning is not None:
+            return learning
+    return curve.learning("flat", constant=min(curve.losses) == max(curve.losses))
+
+
+class _Curve:
+    """The finite losses of a run, with their first and last quarter (at least three losses each)."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self.readings = readings
+        self.losses = [reading.loss for reading in readings]
+        size = _size_of_end(self.losses)
+        self.beginning = self.losses[:size]
+        self.end = self.losses[-size:]
+        # The levels of the two quarters.
+        self.first = statistics.median(self.beginning)
+        self.last = statistics.median(self.end)
+
+    def learning(
+        self, outcome: Literal["fell", "flat", "rose"], *, first: float | None = None, constant: bool = False
+    ) -> Learning:
+        """Return an outcome with the levels at both ends; `first` replaces that of the first quarter."""
+        level = self.first if first is None else first
+        return Learning(outcome=outcome, first=level, last=self.last, constant=constant)
+
+
+def _changes_sign_all_the_time(curve: _Curve) -> Learning | None:
+    """A loss with both signs at its beginning and at its end, such as a critic's, does not measure progress."""
+    if _has_both_signs(curve.beginning) and _has_both_signs(curve.end):
+        reason = "the loss changes its sign all the time, so that it is no measure"
+        return Learning(outcome="unclear", reason=reason)
+    return None
+
+
+def _spiked(curve: _Curve) -> Learning | None:
+    return _spike(curve.readings)
+
+
+def _only_came_back_down(curve: _Curve) -> Learning | None:
+    """A loss that soon rose and then fell, but not below its first value, has not fallen."""
+    first = curve.losses[0]
+    if _rose_first(curve.losses) and first <= curve.last <= curve.first:
+        return curve.learning("flat", first=first)
+    return None
+
+
+def _fell(curve: _Curve) -> Learning | None:
+    first = _level_it_fell_from(curve.losses, _SURE)
+    return None if first is None else curve.learning("fell", first=first)
+
+
+def _changes_sign(curve: _Curve) -> Learning | None:
+    """A loss with both signs is only called flat or rising if it has them at neither end."""
+    if _has_both_signs(curve.beginning) or _has_both_signs(curve.end):
+        reason = "the loss changes its sign, and shows no fall beyond its noise"
+        return Learning(outcome="unclear", reason=reason)
+    return None
+
+
+def _fell_by_little_more_than_noise(curve: _Curve) -> Learning | None:
+    if _level_it_fell_from(curve.losses, _LIKELY) is not None:
+        reason = "the loss is lower at its end, but hardly by more than its noise"
+        return Learning(outcome="unclear", reason=reason)
+    return None
+
+
+def _rose(curve: _Curve) -> Learning | None:
+    is_rise = _is_fall(curve.last, curve.first, _LIKELY * _error_of_fall(curve))
+    return curve.learning("rose") if is_rise else None
+
+
+def _noise_would_hide_a_fall(curve: _Curve) -> Learning | None:
+    largest_fall = curve.first - curve.last + _LIKELY * _error_of_fall(curve)
+    if largest_fall > _MOST_HIDDEN * max(abs(curve.first), abs(curve.last)):
+        return Learning(outcome="unclear", reason="the noise of the loss would hide a fall")
+    return None
+
+
+def _was_low_from_the_beginning(curve: _Curve) -> Learning | None:
+    """A low loss that still varies may be that of a model that was trained before."""
+    is_constant = min(curve.losses) == max(curve.losses)
+    if 0 < curve.first < _LOW and not is_constant:
+        reason = f"the loss was low from the beginning: {curve.first:.3g} there, {curve.last:.3g} at the end"
+        return Learning(outcome="unclear", reason=reason)
+    return None
+
+
+# The first rule that has an answer wins. Without any the loss is flat.
+_RULES: tuple[Callable[[_Curve], Learning | None], ...] = (
+    _changes_sign_all_the_time,
+    _spiked,
+    _only_came_back_down,
+    _fell,
+    _changes_sign,
+    _fell_by_little_more_than_noise,
+    _rose,
+    _noise_would_hide_a_fall,
+    _was_low_from_the_beginning,
+)
+
+
+def _error_of_fall(curve: _Curve) -> float:
+    """Return the standard error of the difference between the levels of the two quarters."""
+    return math.hypot(_error(curve.beginning), _error(curve.end))
 
 
 def _size_of_end(losses: Sequence[float]) -> int:
-    """Return how many losses are the end, and at most the beginning: a quarter."""
+    """Return how many losses are the end of a curve, and at most its beginning: a quarter."""
     return max(len(losses) // 4, _FIRST)
 
 
 def _rose_first(losses: Sequence[float]) -> bool:
-    """Return whether a loss soon rose above where it began, as at too high a learning rate."""
+    """Return whether a loss rose clearly within its first quarter, as it does at too high a learning rate."""
     size = _size_of_end(losses)
-    return statistics.median(losses[:size]) - losses[0] > _LEFT * _noise(losses[-size:])
+    return statistics.median(losses[:size]) - losses[0] > _CLEAR_RISE * _noise(losses[-size:])
 
 
 def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
-    """Return the level at the beginning that the end lies so many standard errors below; or None.
+    """Return the level at the beginning from which the loss fell, or None if it did not.
 
-    A loss can fall within a few steps and then rest, or all the time: the beginning may be the
-    first loss alone, the first few, or as much as the first quarter.
+    Some losses fall within a few steps and then stay, others fall all the time. So the beginning may be the first
+    loss alone, the first few losses, or as much as the first quarter; the first one that shows a fall counts.
+
+    Args:
+        losses: The losses, oldest first.
+        errors: By how many standard errors the end must lie below the level.
     """
     end = losses[-_size_of_end(losses) :]
     last = statistics.median(end)
     noise = max(_noise(end), _noise(losses[:FEWEST_LOSSES]))
-    if losses[0] > max(losses[len(losses) // 2 :]) and _is_fall(losses[0], last, _SURE_OF_ONE * noise):
+    if losses[0] > max(losses[len(losses) // 2 :]) and _is_fall(losses[0], last, _SURE_FROM_ONE_LOSS * noise):
         return losses[0]
     for size in _sizes_of_beginning(losses):
         window = losses[:size]
         level = statistics.median(window)
-        # A few values do not tell their own noise.
+        # Too few values to estimate their own noise, which may come out too low.
         error = max(_error(window), _MEDIAN_ERROR * noise / math.sqrt(size))
         if _is_fall(level, last, errors * math.hypot(error, _error(end))):
             return level
@@ -199,7 +267,7 @@ def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
 
 
 def _sizes_of_beginning(losses: Sequence[float]) -> list[int]:
-    """Return how many losses may be the beginning, the fewest first."""
+    """Return the numbers of losses that may be the beginning, in ascending order."""
     most = _size_of_end(losses)
     sizes = [_FIRST]
     while 2 * sizes[-1] < most:
@@ -208,14 +276,15 @@ def _sizes_of_beginning(losses: Sequence[float]) -> list[int]:
 
 
 def _is_fall(first: float, last: float, noise: float) -> bool:
-    """Return whether a level lies below another by more than noise, and by a share that counts."""
+    """Return whether a level lies below another by more than the noise and by at least `_LEAST_FALL`."""
     return first - last > noise and first - last >= _LEAST_FALL * max(abs(first), abs(last))
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Return the standard deviation of the noise of losses: how far each is from the middle of its neighbours.
+    """Return the standard deviation of the noise of losses.
 
-    A steady rise or fall does not count for it.
+    It is estimated from the distance of each loss from the mean of its neighbours, which a steady rise or fall does
+    not change.
     """
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     distances = [abs(before - 2 * loss + after) for before, loss, after in triples]
@@ -225,8 +294,7 @@ def _noise(losses: Sequence[float]) -> float:
 def _error(losses: Sequence[float]) -> float:
     """Return the standard error of the median of losses.
 
-    Where they are many, also from how far the medians of blocks lie apart: only there slow noise
-    shows.
+    With enough losses it is at least that of the medians of blocks, which also shows slow noise.
     """
     error = _MEDIAN_ERROR * _noise(losses) / math.sqrt(len(losses))
     size = len(losses) // _BLOCKS
@@ -242,7 +310,7 @@ def _has_both_signs(losses: Sequence[float]) -> bool:
 
 
 def _spike(readings: Sequence[Reading]) -> Learning | None:
-    """Return that the loss rose a thousandfold for more than one batch; None: it did not."""
+    """Return the outcome "spiked" if two losses in a row exceed the first a thousandfold, else None."""
     level = max(abs(readings[0].loss), _LEAST_LEVEL)
     limit = _SPIKE * level
     for before, after in itertools.pairwise(readings):
@@ -255,30 +323,28 @@ def _spike(readings: Sequence[Reading]) -> Learning | None:
 def readings_of_process(folder: Path) -> list[Reading]:
     """Return the losses that were recorded of a process, oldest first; none if they cannot be read.
 
-    Steps that its ring does not hold any more are there as the means of their rows, and then those
-    of the ring are means of as many, so that both are as noisy.
+    The ring of samples holds the newest steps. Older ones are only kept as means over rows; if there are any, the
+    newest are averaged over as many steps, so that both are equally noisy.
     """
     readings = _readings((sample.step, sample.loss, sample.optimizer) for sample in samples_of(folder))
     history = folder / f"{SAMPLES_FILE}.history"
     if not history.exists():
         return readings
-    from holdfast.recorder.history import (
-        NAMES,
-        read_history,
-    )  # here: numpy takes a tenth of a second
+    # Imported here, because it imports numpy, which takes a tenth of a second.
+    from holdfast.recorder.history import NAMES, read_history
 
-    loss = NAMES.index("loss")
-    first = readings[0].step if readings else math.inf
-    old = [
-        Reading(step=int(row["step"]), loss=float(row["mean"][loss]), optimizer=int(row["optimizer"]))
+    loss_column = NAMES.index("loss")
+    first_step = readings[0].step if readings else math.inf
+    older = [
+        Reading(step=int(row["step"]), loss=float(row["mean"][loss_column]), optimizer=int(row["optimizer"]))
         for row in read_history(folder / SAMPLES_FILE).rows
-        if row["finite"][loss] and row["step"] < first
+        if row["finite"][loss_column] and row["step"] < first_step
     ]
-    return [*old, *_means(readings)]
+    return [*older, *_means(readings)]
 
 
 def _means(readings: Sequence[Reading]) -> list[Reading]:
-    """Return the mean of each stretch of readings, as long as a row of the history."""
+    """Return the means over stretches of readings that are as long as a row of the history."""
     means: list[Reading] = []
     for optimizer in dict.fromkeys(reading.optimizer for reading in readings):
         own = [reading for reading in readings if reading.optimizer == optimizer]
@@ -303,7 +369,7 @@ def _readings(steps: Iterable[tuple[int, float | None, int]]) -> list[Reading]:
 
 
 def samples_of(folder: Path) -> list[StepSample]:
-    """Return the samples of a process; none where there are none, or damaged ones."""
+    """Return the samples of a process; none if they are missing or damaged."""
     try:
         return read_samples(folder / SAMPLES_FILE) if (folder / SAMPLES_FILE).exists() else []
     except (HoldfastError, OSError, ValueError):
@@ -311,7 +377,10 @@ def samples_of(folder: Path) -> list[StepSample]:
 
 
 def loader_wait_of_run(folders: Iterable[Path]) -> LoaderWait | None:
-    """Return how long steps waited for their loaders, without the first; None: that is no matter."""
+    """Return how long steps waited for their loader; None if that was negligible.
+
+    The first step of each process is left out, since the loader starts in it.
+    """
     timed = [
         sample
         for folder in folders

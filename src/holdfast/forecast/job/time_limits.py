@@ -1,6 +1,6 @@
-"""How long the process that traces may take: by what it computes, not by the clock on the wall.
+"""Limit the CPU time and the idle time of the process that traces a model.
 
-A machine that is busy with other work makes every process slow, and none of them wrong. Linux only (``/proc``).
+Wall-clock time is not limited, since every process is slow on a busy machine. Linux only (``/proc``).
 """
 
 from __future__ import annotations
@@ -9,27 +9,29 @@ import os
 import time
 from pathlib import Path
 
-# Twenty times what the slowest model of the prototypes took: a recurrent decoder of 100 time steps, 29 s.
+# Twenty times the CPU time of the slowest model among the prototypes, a recurrent decoder of 100 time steps (29 s).
 MOST_CPU_SECONDS = 600.0
-# A download or a slow disk needs a little CPU time all along; a deadlock needs none.
+# A download or a slow disk always needs some CPU time; a deadlock needs none.
 MOST_IDLE_SECONDS = 600.0
 
-# A process that uses less than this share of a CPU is idle: 1 s in ten minutes. A thread that only wakes up to look
-# at a flag stays far below.
+# A process that uses less than this share of a CPU is idle: 1 s in ten minutes. A thread that only polls a flag uses
+# far less.
 _ACTIVE_SHARE = 1 / 600
-_LOOK_SECONDS = 1.0
-_LONGEST_BREAK_SECONDS = 5.0
+# Time between two measurements.
+_INTERVAL_SECONDS = 1.0
+# A longer time between two measurements counts as this much idle time.
+_LONGEST_INTERVAL_SECONDS = 5.0
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class TimeLimits:
-    """Watches one child process; ask `exceeded` every now and then while it runs.
+    """The time limits of a child process. Call `exceeded` repeatedly while it runs.
 
     Args:
-        pid: Process id of a child that nobody has waited for yet.
-        cpu_seconds: CPU time that it may use. It may always run for as long by the wall clock, so threads that
-            compute side by side do not shorten its time.
-        idle_seconds: Wall-clock time for which it may do nothing, with all processes that it has started.
+        pid: The process id of a child that nobody has waited for yet.
+        cpu_seconds: The CPU time that it may use. It is exceeded only after as much wall-clock time, so that
+            parallel threads do not shorten it.
+        idle_seconds: The wall-clock time for which the child and all processes that it has started may be idle.
     """
 
     def __init__(self, pid: int, *, cpu_seconds: float, idle_seconds: float) -> None:
@@ -38,25 +40,26 @@ class TimeLimits:
         self._idle_seconds = idle_seconds
         now = time.monotonic()
         self._started = now
-        self._looked = now
+        self._last_measurement = now
         self._idle = 0.0
         self._activity = 0.0
 
     def exceeded(self) -> str | None:
-        """Return what the child did that it may not, as the rest of a sentence, or None."""
+        """Return a sentence without its subject, the child, about the limit that it has exceeded, or None."""
         now = time.monotonic()
-        if now - self._looked < min(_LOOK_SECONDS, self._idle_seconds):
+        interval = now - self._last_measurement
+        if interval < min(_INTERVAL_SECONDS, self._idle_seconds):
             return None
-        # After a longer break it was this process that did not run: it was stopped (Ctrl-Z), or the machine slept.
-        self._idle += min(now - self._looked, _LONGEST_BREAK_SECONDS)
-        self._looked = now
+        # A long interval does not prove an idle child: this process was stopped (Ctrl-Z), or the machine slept.
+        self._idle += min(interval, _LONGEST_INTERVAL_SECONDS)
+        self._last_measurement = now
 
         cpu_seconds = _own_cpu_seconds(self._pid)
         if min(cpu_seconds, now - self._started) > self._cpu_seconds:
             return f"took more than {self._cpu_seconds:g} s of CPU time"
 
         activity = _descendants_cpu_seconds(self._pid) + cpu_seconds + _seconds_ready_to_run(self._pid)
-        # A thread or a process that has ended takes its time with it: the sum may also fall.
+        # The times of threads and processes that have ended are missing, so the sum may also fall.
         if abs(activity - self._activity) >= _ACTIVE_SHARE * self._idle_seconds:
             self._activity = activity
             self._idle = 0.0
@@ -72,9 +75,9 @@ def _own_cpu_seconds(pid: int) -> float:
 
 
 def _descendants_cpu_seconds(pid: int) -> float:
-    """Return the CPU time of the processes that a process has started, directly or not, in seconds."""
+    """Return the CPU time of all descendants of a process, in seconds."""
     processes = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - of all processes
+    for name in os.listdir("/proc"):  # noqa: PTH208 - only the names are needed
         if name.isdigit() and (fields := _stat(int(name))) is not None:
             processes[int(name)] = fields
 
@@ -105,7 +108,7 @@ def _cpu_seconds(fields: list[str]) -> float:
 
 
 def _seconds_ready_to_run(pid: int) -> float:
-    """Return how long the threads of a process have waited for a CPU, in seconds; 0 where the kernel does not say."""
+    """Return how many seconds the threads of a process have waited for a CPU; 0 if the kernel does not record it."""
     nanoseconds = 0
     try:
         for thread in Path(f"/proc/{pid}/task").iterdir():

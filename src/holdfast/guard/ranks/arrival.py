@@ -1,8 +1,8 @@
-"""Whether the other ranks come to make their guard.
+"""Notice a rank that ends before it has made its guard.
 
-Nobody speaks for a rank that has none yet. Where the ranks are connected by gloo, one that ends before is noticed
-within a second by its closed connections; with other backends the timeout of the process group ends the wait. Each
-rank watches its two neighbours, and all hear of what it notices.
+Such a rank cannot report its own end. If the ranks are connected by gloo, its closed connections show it within a
+second; with other backends the wait lasts until the timeout of the process group. Each rank watches its two
+neighbours and tells all ranks if one of them is lost.
 """
 
 from __future__ import annotations
@@ -15,36 +15,43 @@ import torch
 
 from holdfast.guard.ranks.messages import Messages
 
-# Plus the number of the guard. Collectives have tags of their own, and a script's sends and receives other numbers.
+# The tag of the messages, plus the number of the guard: an arbitrary number ("Hold" in ASCII), so that the messages
+# are not confused with sends of the script. Collectives use other tags.
 _TAG = 0x486F6C64
-_HOW = "has ended, or has not come in time, before it made its guard"
+_REASON = "has ended, or has not come in time, before it made its guard"
 
 
 def watch_arrival(group: Any, messages: Messages) -> None:
-    """Let the neighbours know that this rank has come, and tell all ranks if one of them ends before it does."""
+    """Tell the neighbours that this rank makes its guard, and tell all ranks if a neighbour ends before it does.
+
+    Args:
+        group: The process group. Only gloo groups are watched.
+        messages: The connection to the other ranks.
+    """
     if not _connects_by_gloo(group):
         return
     world_size = group.size()
     neighbours = {(messages.rank - 1) % world_size, (messages.rank + 1) % world_size} - {messages.rank}
     for neighbour in neighbours:
         try:
-            # Begun here and not in the thread: what a group has begun is counted in each step.
+            # Begun here and not in the thread, where it would disturb the count of a step's collectives.
             sent = group.send([torch.zeros(1)], neighbour, _TAG + messages.guard)
             received = group.recv([torch.zeros(1)], neighbour, _TAG + messages.guard)
-        except RuntimeError:  # it has ended already
-            messages.lose(neighbour, _HOW)
+        except RuntimeError:
+            # The neighbour has ended already.
+            messages.lose(neighbour, _REASON)
             return
-        meet = partial(_meet, [received, sent], messages, neighbour)
-        messages.start_alone(meet, f"holdfast-arrival-{neighbour}")
+        wait = partial(_wait_for_neighbour, [received, sent], messages, neighbour)
+        messages.start_alone(wait, f"holdfast-arrival-{neighbour}")
 
 
-def _meet(works: list[Any], messages: Messages, neighbour: int) -> None:
-    """Wait in a thread until a neighbour has come; what it sends says nothing."""
+def _wait_for_neighbour(works: list[Any], messages: Messages, neighbour: int) -> None:
+    """Wait in a thread until a neighbour has sent its message, whose content does not matter."""
     try:
         for work in works:
             work.wait(timedelta(seconds=messages.timeout_seconds))
     except RuntimeError:
-        messages.lose(neighbour, _HOW)
+        messages.lose(neighbour, _REASON)
 
 
 def _connects_by_gloo(group: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Collectives that a loss or a model begins by itself, such as the gather of a contrastive loss.
+"""Count the collectives that a loss or a model begins itself, such as the gather of a contrastive loss.
 
-Every backend of a process group numbers its collectives. Whatever a number grows by during an attempt, less what the
-guard and the wrapper of the model begin there, was begun by the user's code: in whatever way it was called, on any
-group, in any step. Nothing is patched for that, and an undisturbed step reads a few integers.
+Every backend of a process group numbers its collectives. The growth of these numbers during an attempt, minus the
+collectives of the guard and of the model's wrapper, is the number that the user's code has begun, on any group and
+through any API. Nothing is patched for that, and an undisturbed step only reads a few integers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from holdfast.numerics.provenance import NeedsOtherRanksError
 
-# Operators of torch that other ranks have to take part in.
+# The namespaces of torch operators in which other ranks have to take part.
 _NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
 
 
 class Collectives:
-    """Counts the collectives of one rank's attempt that the loss or the model has begun, for each process group."""
+    """Counts the collectives that the loss or the model begins in an attempt of this rank, for each process group.
+
+    The counters are keyed by the name of the group. A thread may read them at any time.
+    """
 
     def __init__(self) -> None:
         self._at_begin: Counter[str] = Counter()
@@ -30,64 +33,65 @@ class Collectives:
         self._settled: Counter[str] | None = None
 
     def begin(self) -> None:
-        """Begin to count, with an attempt."""
+        """Start counting from 0, at the beginning of an attempt."""
         self._settled = None
         self._foreseen = Counter()
-        self._at_begin = numbers()
+        self._at_begin = sequence_numbers()
 
     def foresee(self, group: Any) -> None:
         """Leave one collective on a group out of the count.
 
-        Call this before it is begun, since a thread may count at any time.
+        Call this before the collective is begun, or another thread would count it meanwhile.
         """
         self._foreseen[group.group_name] += 1
 
     def settle(self) -> None:
-        """Let the count stay as it is now: what follows cannot be told apart from what torch begins."""
+        """Freeze the count. The collectives that follow cannot be told apart from those that torch begins."""
         if self._settled is None:
             self._settled = self._count()
 
     def begun(self) -> Counter[str]:
-        """Return how many were begun until the count was settled, by the name of the group. For any thread."""
-        live = self._count()
-        # Asked for afterwards: if it was settled while the numbers were read, they may hold what came later.
+        """Return how many were begun on each group until the count was settled."""
+        count = self._count()
+        # Read after counting: if another thread settled the count meanwhile, ours may include later collectives.
         settled = self._settled
-        return live if settled is None else settled
+        return count if settled is None else settled
 
     def begun_since_settled(self) -> Counter[str]:
-        """Return how many were begun on each group after the count was settled, besides what was foreseen."""
+        """Return how many were begun on each group after the count was settled, without those that were foreseen."""
         assert self._settled is not None
         return self._count() - self._settled
 
     def _count(self) -> Counter[str]:
-        # In this order: what is begun between the two was foreseen before.
-        now = numbers()
-        return now - self._at_begin - self._foreseen
+        # The numbers are read before `_foreseen`, so every collective of the guard in them was foreseen by then.
+        total = sequence_numbers()
+        return total - self._at_begin - self._foreseen
 
 
-def numbers() -> Counter[str]:
+def sequence_numbers() -> Counter[str]:
     """Return how many collectives this process has begun on each of its groups, by the name of the group."""
     groups = list(distributed_c10d._world.pg_names.items())
     return Counter({name: _number(group) for group, name in groups})
 
 
 def shared_with(rank: int) -> set[str]:
-    """Return the names of the groups of this process that another rank is in as well."""
+    """Return the names of the groups to which both this process and another rank belong."""
     groups = list(distributed_c10d._world.pg_names.items())
     return {name for group, name in groups if rank in distributed_c10d.get_process_group_ranks(group)}
 
 
 def _number(group: Any) -> int:
-    """Return how many collectives were begun on a group, which may have another backend for each kind of device."""
+    """Return how many collectives were begun on a group, over its backends for all kinds of devices."""
     total = 0
-    with contextlib.suppress(RuntimeError):  # a backend that does not count
+    # Some backends do not number their collectives.
+    with contextlib.suppress(RuntimeError):
         for backend in {group._get_backend(device) for device in group._device_types}:
             total += backend._get_sequence_number_for_group()
     return total
 
 
 class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `NeedsOtherRanksError` for what other ranks would have to take part in."""
+    """Raises `NeedsOtherRanksError` for an operator in which other ranks would have to take part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _NAMESPACES:

@@ -28,19 +28,23 @@ from torch.distributed import DistStoreError, distributed_c10d
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.saver import Writers, on_all
 from holdfast.core.errors import HoldfastError, RankError
-from holdfast.guard.ranks.meeting import meeting_of_main_thread
+from holdfast.guard.ranks.waiting import collective_of_main_thread
 
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks; a wait in the store writes a warning when it ends
 _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
 _LATE_SECONDS = 1.0  # whoever has waited for so long asks whether there is anything to wait for
-_ANSWER_SECONDS = 30.0  # of a process whose interpreter may be held up by native code
+# Time for another rank to answer that it is alive: native code may keep its threads from running.
+_ANSWER_SECONDS = 30.0
+# The text that asks a rank whether it is alive.
 _ASK = "ask"
-_MEETING_SECONDS = 5.0  # that a collective may take which all ranks have begun
+# Time for a collective to complete once all ranks have begun it.
+_COLLECTIVE_SECONDS = 5.0
 _TROUBLE = "trouble"
 _OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _LEFT = "this rank has left the others after an error, or this is a fork of its process"
 _DAY = timedelta(days=1)
-_PIECE_BYTES = 4 * 2**20  # of a value that is set at once
+# The store closes the connection for values over 8 MiB, so larger ones are set in pieces of this size.
+_PIECE_BYTES = 4 * 2**20
 _DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
 _T = TypeVar("_T")
 _guards = itertools.count()  # the same on all ranks, which make the same guards
@@ -61,7 +65,7 @@ class Messages:
         Messages.calls = self.guard << 40  # after an error that all have caught they may differ
         self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self.guard}"
         self._store = self._connection()
-        # That of the process group: no wait for another rank takes longer.
+        # The timeout of the process group. No wait for another rank takes longer.
         store: Any = distributed_c10d._get_default_store()
         self.timeout_seconds: float = store.timeout.total_seconds()
         self._numbers: defaultdict[str, int] = defaultdict(int)  # of what is said next, by who talks
@@ -70,7 +74,8 @@ class Messages:
         self.has_parted = False  # in order, from all others
         self._heard: RankError | None = None
         self.has_left = False
-        self._meets_since: float | None = None  # when it was first seen in a collective of the script's own
+        # Since when this rank has been seen in a collective that the script has called (monotonic time).
+        self._meets_since: float | None = None
         self._excepthook: Any = None  # what was there before ours
         self._waited: set[str] = set()  # keys that threads of this process wait for
         self._threads: list[threading.Thread] = []
@@ -84,7 +89,7 @@ class Messages:
         self.start_alone(partial(run, self._connection()), name)
 
     def start_alone(self, run: Callable[[], None], name: str) -> None:
-        """Run a thread that does not talk to the store by itself."""
+        """Run a thread that does not wait for keys of the store."""
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -172,13 +177,13 @@ class Messages:
         return self._numbers[among] - 1
 
     def exchange(self, topic: str, value: Any, among: str = "", *, late: str | None = None) -> list[Any]:
-        """Return the values of all ranks; all call this at the same place.
+        """Return the values of all ranks, in the order of the ranks. All call this at the same place.
 
         Args:
-            topic: What it is about, the same on all ranks.
-            value: That of this rank.
-            among: Names a thread of its own.
-            late: What this rank does, in words, for others that do not come; None: it waits for them in the topic.
+            topic: The purpose in words. It must be the same on all ranks.
+            value: The value of this rank.
+            among: The name of the thread that calls this; empty for the main thread.
+            late: What this rank does meanwhile, in words, for the error of ranks that do not come. None: it waits.
         """
         self.check_here()
         number = self._next(among)
@@ -200,9 +205,9 @@ class Messages:
         return found
 
     def to_first(self, topic: str, value: Any) -> list[Any] | None:
-        """Return to the first rank the values of all, and None to the others, which do not wait.
+        """Send the values of all ranks to the first rank, where this returns them; on other ranks it returns None.
 
-        All call this at the same place. The values may be large: nobody but the first rank reads them.
+        All ranks call this at the same place, and only the first one waits. The values may be large.
         """
         self.check_here()
         number = self._next("")
@@ -221,9 +226,10 @@ class Messages:
         return values
 
     def _put(self, key: str, data: bytes) -> None:
-        """Set a key, whatever the size of its value: the store closes the connection of a larger one than 8 MiB.
+        """Set a key to a value of any size.
 
-        What is over lies under further keys, which are there before the first one is.
+        A large value is set in pieces under further keys. The first piece is set last, with the number of pieces, so
+        that all pieces exist once the key does.
         """
         count = max(1, -(-len(data) // _PIECE_BYTES))
         for piece in range(count - 1, -1, -1):
@@ -232,7 +238,7 @@ class Messages:
             self._store.set(_piece_of(key, piece), prefix + data[begin : begin + _PIECE_BYTES])
 
     def _get(self, key: str) -> bytes:
-        """Return the value that `_put` has set."""
+        """Return a value that was set by `_put`."""
         first = bytes(self._store.get(key))
         (count,) = struct.unpack("<Q", first[:8])
         return b"".join([first[8:], *(bytes(self._store.get(_piece_of(key, piece))) for piece in range(1, count))])
@@ -245,9 +251,13 @@ class Messages:
             self._store.delete_key(_piece_of(key, piece))
 
     def _wait_for(self, rank: int, key: str, doing: str, late: Callable[[], None], *, in_thread: bool) -> bytes:
-        """Return what a rank has put under a key; raise H114 if it does not come before the timeout of the group.
+        """Return the value that a rank has put under a key.
 
-        A thread that writes a checkpoint waits for the disks of other ranks: as long as these answer.
+        A thread that writes a checkpoint may wait for slow disks of other ranks, so it waits as long as they answer
+        that they are alive.
+
+        Raises:
+            RankError: H114, if the rank does not come before the timeout of the process group.
         """
         try:
             if not self._is_there([key], _LATE_SECONDS):
@@ -266,7 +276,7 @@ class Messages:
             raise self._heard or Messages.found or gone from error  # its host may have said why, and left
 
     def _answers(self, rank: int) -> bool:
-        """Return whether the process of another rank is alive: its thread that listens answers."""
+        """Return whether the process of another rank is alive, so that its listening thread answers."""
         before = self._store.add(f"answers/{rank}", 0)
         self._wake(rank, _ASK)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -277,7 +287,7 @@ class Messages:
         return False
 
     def lose(self, rank: int, how: str) -> None:
-        """Take it that another rank is gone, and tell the others; whoever waits for any of them raises that."""
+        """Report H114 about another rank to all ranks. Every later wait for a rank raises it."""
         error = self._gone(f"rank {rank} {how}")
         self._heard = Messages.found = self._heard or error
         with contextlib.suppress(RuntimeError):
@@ -315,7 +325,8 @@ class Messages:
         rank, text, out_of_step_by = json.loads(store.get(_TROUBLE))
         if rank == self.rank:
             return None
-        if out_of_step_by is not None:  # as much the error of this rank as of the one that has noticed it
+        if out_of_step_by is not None:
+            # Ranks that are out of step are the error of all, not only of the rank that noticed it.
             return out_of_step(out_of_step_by)
         return RankError(
             f"rank {rank} has failed with {text}",
@@ -383,16 +394,17 @@ class Messages:
             return
         if error is None:
             return
-        # A collective of the script's own may fail first, as the others end, with torch's text about a connection.
-        is_said = meeting_of_main_thread() is not None
-        if is_said:
+        # If the main thread is in a collective of the script, torch may end the process with an error about a
+        # connection as soon as the other ranks end. So the cause is printed before.
+        is_printed = collective_of_main_thread() is not None
+        if is_printed:
             _print(error)
         until = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < until:
             if self.has_left:
                 return
             time.sleep(0.05)
-        if not is_said:
+        if not is_printed:
             _print(error)
         os._exit(1)
 
@@ -431,21 +443,22 @@ class Messages:
         return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} {follows}")
 
     def _meets_elsewhere(self, places: Sequence[_Place]) -> RankError | None:
-        """Return the error if other ranks wait for this one, which waits for them in a collective meanwhile.
+        """Return H116 if other ranks wait for this one in the guard, while it waits for them in a collective.
 
-        One rank that waits is enough where the collective cannot be over for it already.
+        If the collective synchronizes, one waiting rank proves this. Otherwise that rank may have completed the
+        collective before, so all others must be waiting.
         """
         waiting = {place.rank: place for place in places if place.waits and self._numbers[""] <= place.number}
-        meeting = meeting_of_main_thread() if waiting else None
-        if meeting is None or not (meeting.of_all or len(waiting) == len(self.others)):
+        collective = collective_of_main_thread() if waiting else None
+        if collective is None or not (collective.synchronizes or len(waiting) == len(self.others)):
             self._meets_since = None
             return None
         if self._meets_since is None:
             self._meets_since = time.monotonic()
-        if time.monotonic() < self._meets_since + _MEETING_SECONDS:
+        if time.monotonic() < self._meets_since + _COLLECTIVE_SECONDS:
             return None
         place = waiting[min(waiting)]
-        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} is in {meeting.name}")
+        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} is in {collective.name}")
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
         behind = None
@@ -458,15 +471,25 @@ class Messages:
 
 
 class _Place(NamedTuple):
-    """Where a rank is that others have not come to, as it tells them."""
+    """The position of a rank, which it sends to ranks that have not come there.
+
+    Attributes:
+        rank: The rank.
+        number: The number of its next exchange. A rank with a larger number has passed this position.
+        steps: How many steps it has begun.
+        calls: How many calls of any guard it has made, or None if it may make others before.
+        what: What it does there, in words.
+        ends: Whether its process ends.
+        waits: Whether it waits for the ranks to which it sends this.
+    """
 
     rank: int
-    number: int  # of what it says next: a rank that is beyond has been there
-    steps: int  # that it has begun
-    calls: int | None  # that it has made, under whatever guard; None: it may make others before
-    what: str  # it does there, in words
-    ends: bool  # whether its process ends
-    waits: bool  # for the ranks that it tells so
+    number: int
+    steps: int
+    calls: int | None
+    what: str
+    ends: bool
+    waits: bool
 
 
 class SharedWriters(Writers):
@@ -494,12 +517,12 @@ def _print(error: RankError) -> None:
 
 
 def out_of_step(what: str) -> RankError:
-    """Return H116 for ranks that do not make the same calls with the same batches."""
+    """Return H116 about ranks that do not make the same calls with the same batches."""
     return RankError(
         what,
         limit="all ranks make the same calls of the guard in the same order, with the same batches",
-        fix="call guard.step, validated and close on all ranks, and leave the loop on all: request_stop does so. "
-        "Where one rank skips a batch, let all skip it.",
+        fix="call guard.step, validated and close on all ranks, and leave the loop on all ranks, for example with "
+        "request_stop. If one rank skips a batch, let all skip it.",
         rule="H116",
     )
 
@@ -511,7 +534,7 @@ def _piece_of(key: str, piece: int) -> str:
 def _packed(value: Any) -> bytes:
     encoder = Encoder("ranks")
     tree = json.dumps(encoder.encode(value)).encode()
-    # Copies, since safetensors takes no tensors that share memory.
+    # safetensors refuses tensors that share memory, so they are copied.
     tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in encoder.tensors.items()}
     return struct.pack("<Q", len(tree)) + tree + safetensors.torch.save(tensors)
 

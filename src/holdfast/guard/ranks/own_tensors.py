@@ -1,9 +1,9 @@
-"""What each rank has for itself although all train one model: buffers that nobody sends, and the caller's ``state=``.
+"""Find the state that differs between ranks: buffers that are not broadcast, and the caller's ``state=``.
 
-Ranks say the digests of theirs; only what differs from one rank to another is sent to the first rank, which writes it
-into the checkpoint. Where nothing differs, nothing is sent.
+The ranks exchange digests. Only the entries whose digests differ are sent to the first rank, which writes them into
+the checkpoint.
 
-Does not: know which buffers are sent in each step (see ``replicated``), or write a checkpoint.
+Does not: know which buffers are broadcast in each step (see ``replicated``), or write a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 from holdfast.checkpoint.codec import Encoder
 
 Kinds = Mapping[str, Mapping[str, Any]]
-"""Trees by name, of each kind: ``"buffers"`` (tensors) and ``"states"``."""
+"""For each of `KINDS` the entries by name: tensors for ``"buffers"``, and trees of any values for ``"states"``."""
 KINDS = ("buffers", "states")
 
 
 class Digests:
-    """The digests of what one rank has for itself."""
+    """Computes the digests of one rank's entries, and remembers those of constant buffers."""
 
     def __init__(self) -> None:
         self._of_constants: dict[str, str] = {}
 
     def of(self, own: Kinds, constant: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Return a digest for each tree.
+        """Return the digest of each entry, by kind and name.
 
         Args:
-            own: The trees of this rank.
-            constant: Names of buffers that no step has changed; the digest of each is made once.
+            own: The entries of this rank.
+            constant: The names of buffers that no step has changed. Their digests are computed only once.
         """
         constants = {name for name in constant if name in own["buffers"]}
         for name in self._of_constants.keys() - constants:
@@ -45,22 +45,32 @@ class Digests:
         return {"buffers": {**buffers, **self._of_constants}, "states": states}
 
 
-def differing(digests: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
-    """Return the names of each kind whose digest is not the same on all ranks."""
-    found = {}
+def differing_names(digests: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
+    """Return for each kind the names whose digests are not the same on all ranks.
+
+    Args:
+        digests: For each rank the value of `Digests.of`.
+    """
+    names_by_kind = {}
     for kind in KINDS:
-        names = dict.fromkeys(name for of_rank in digests for name in of_rank[kind])
-        found[kind] = [name for name in names if len({of_rank[kind].get(name) for of_rank in digests}) > 1]
-    return found
+        names = dict.fromkeys(name for rank_digests in digests for name in rank_digests[kind])
+        names_by_kind[kind] = [
+            name for name in names if len({rank_digests[kind].get(name) for rank_digests in digests}) > 1
+        ]
+    return names_by_kind
 
 
-def chosen(own: Kinds, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Return the trees of these names, as far as this rank has them."""
+def select(own: Kinds, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """Return the entries with these names, as far as this rank has them."""
     return {kind: {name: own[kind][name] for name in names[kind] if name in own[kind]} for kind in KINDS}
 
 
 def _digest(tree: Any) -> str:
-    """Return the SHA-256 of a tree: of its tensors' bytes and of what else it holds. H310 if it cannot be saved."""
+    """Return the SHA-256 of a tree, over the bytes of its tensors and its other values.
+
+    Raises:
+        CheckpointError: H310, if the tree holds a value that no checkpoint can hold.
+    """
     encoder = Encoder("state")
     digest = hashlib.sha256(json.dumps(encoder.encode(tree)).encode())
     for name, tensor in encoder.tensors.items():

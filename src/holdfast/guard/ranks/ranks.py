@@ -27,7 +27,7 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.ranks.arrival import watch_arrival
 from holdfast.guard.ranks.messages import Messages, SharedWriters, out_of_step
 from holdfast.guard.ranks.one import PLACE, OneRank, Saves
-from holdfast.guard.ranks.own_tensors import Digests, Kinds, chosen, differing
+from holdfast.guard.ranks.own_tensors import Digests, Kinds, differing_names, select
 from holdfast.guard.ranks.pace import Pace, peak_bytes
 from holdfast.guard.ranks.replicated import Replicated
 from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Place, Rows, Said
@@ -471,12 +471,12 @@ class Ranks(OneRank):
             "a checkpoint or close", {**own(), "behind": self._is_behind, "digests": digests}
         )
         self._catch_up([state.pop("behind") for state in each])
-        names = differing([state.pop("digests") for state in each])
+        names = differing_names([state.pop("digests") for state in each])
         names["buffers"] += [
             name for name in unsaved() if name in digests["buffers"] and name not in names["buffers"]
         ]
         if any(names.values()):
-            kept = self._messages.to_first("what differs between ranks", chosen(own_trees, names))
+            kept = self._messages.to_first("what differs between ranks", select(own_trees, names))
             for state, of_rank in zip(each, kept or [], strict=False):
                 state.update(of_rank)
         return {"reference": self._reference, "each": each, "order": self._model.order}
@@ -597,11 +597,11 @@ class _Stop(StopRequest):
             by = f" by {self.signal.name}"
         self.reason = self._own.reason or f"rank {rank} was asked to stop{by}"
 
-    def begin_anew(self, *, raised: bool = False) -> None:
+    def reset(self, *, raised: bool = False) -> None:
         """Forget a request that has ended a loop, here and where it was made."""
         self._own.honoured = self.honoured
-        self._own.begin_anew(raised=raised)
-        super().begin_anew(raised=raised)
+        self._own.reset(raised=raised)
+        super().reset(raised=raised)
 
     def __enter__(self) -> None:
         """Do not let a signal interrupt anything: all end together."""

@@ -54,12 +54,13 @@ class Replicated:
             ]
         self.refused = {"micro_batch_size": ("auto", None)} if wrapper.static_graph else {}
         self.scales = False  # losses, as fp16 needs it
-        # Whether backward holds collectives of the loss or the model; None: not known before a step was made.
+        # Whether backward contains collectives of the loss or the model; None before the first step has shown it.
         self._talks_in_backward: bool | None = None
-        self._reductions = 0  # of gradients, that torch has begun in a step which held nothing else
+        # How many reductions of gradients torch begins in a step.
+        self._reductions = 0
 
     def record(self, tape: Tape) -> None:
-        """Note from now on what this rank begins."""
+        """Record the collectives of this rank on a tape from now on."""
         self._tape = tape
 
     # --- what was begun ---------------------------------------------------------------------------------------
@@ -83,14 +84,14 @@ class Replicated:
         self._tape.begin()
 
     def row_begins(self) -> None:
-        """Note that the row is about to begin. What follows are reductions, which only torch can tell apart."""
+        """Note that the row is about to be exchanged. torch's reductions of gradients follow, which are not noted."""
         self._tape.collectives.settle()
         self._tape.note(self.group, ROW)
 
     def keeps_apart(self, name: str) -> bool:
-        """Return whether nobody sends the buffer, or the frozen weight, of this name from the first rank to all.
+        """Return whether a buffer or a frozen weight may differ between ranks, because it is not broadcast.
 
-        A communication hook of the user's own may leave any value in the buffers.
+        A user's buffer hook may set the buffers to any value, so with one they count as different.
         """
         wrapper = self._wrapper
         own_name = name.removeprefix(f"{self._name}.")
@@ -105,7 +106,7 @@ class Replicated:
     def end(self) -> None:
         """Let calls of the model send buffers again, as those of an evaluation do."""
         self._wrapper.broadcast_buffers = self._broadcasts
-        # Passes of the attempt that make no gradients have set this, and not equally many on a rank that has failed.
+        # Forward passes without gradients have cleared this flag, which may differ on a rank that has failed.
         self._wrapper.require_forward_param_sync = True
         self._note_no_more()
         self._tape.end()
@@ -117,7 +118,7 @@ class Replicated:
 
     @property
     def sends_before_row(self) -> bool:
-        """Return whether an attempt begins with other collectives than that of the row: those of buffers."""
+        """Return whether an attempt broadcasts buffers before it exchanges the row."""
         return self._broadcasts and len(self._wrapper.modules_buffers) > 0
 
     @property
@@ -164,7 +165,7 @@ class Replicated:
         return in_forward + (in_backward or 0)
 
     def _in_backward(self) -> int | None:
-        """Return how many were begun after the row, besides the reductions of gradients; None: nobody can tell."""
+        """Return how many collectives of the loss or the model backward has begun; None if that is not known."""
         if self._learns_graph:
             return None
         late = self._tape.collectives.begun_since_settled()
@@ -177,7 +178,12 @@ class Replicated:
         return late.total() + on_own_group - self._reductions
 
     def _count_reductions(self, seen: int) -> int | None:
-        """Return how many reductions a backward pass begins: `seen`, if nothing else was begun; None: not known."""
+        """Return how many reductions of gradients torch begins in a backward pass, or None if that is not known.
+
+        Args:
+            seen: How many collectives were begun on the group of the wrapper. If torch's log confirms that all of
+                them were reductions, no buckets have to be allocated to count them.
+        """
         if self._unknown_hook() is not None:
             return None
         of_unused = int(self._wrapper.find_unused_parameters and not self._wrapper.static_graph)
@@ -185,7 +191,7 @@ class Replicated:
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         if len(sizes.split(",")) + of_unused == seen:
             return seen
-        # What torch logs may be of an earlier step. Its buckets themselves are sure, and take memory.
+        # The log may be that of an earlier step. The buckets themselves are certain, but allocate memory.
         try:
             return len(self._wrapper.reducer._get_zeros_like_grad_buckets()) + of_unused
         except RuntimeError as error:
@@ -208,11 +214,11 @@ class Replicated:
 
     @property
     def _learns_graph(self) -> bool:
-        """Whether torch learns a static graph in this attempt."""
+        """Return whether torch records the static graph in this attempt."""
         return bool(self._wrapper.static_graph and self._attempts == 1)
 
     def _unknown_hook(self) -> str | None:
-        """Return the name of a communication hook of which nobody knows what it keeps or begins, or None."""
+        """Return the name of a communication hook with unknown state or collectives, or None."""
         hooks = [hook for hook, _ in self._wrapper._comm_hooks]
         if hooks and all(hook in _STATELESS for hook in hooks):
             return None
@@ -220,14 +226,15 @@ class Replicated:
         return name
 
     def wait_for_others(self) -> str | None:
-        """Wait until the others are through with their forward passes.
+        """Wait until the other ranks have completed their forward passes.
 
-        Return why this rank cannot begin what they wait for, or None.
+        Returns:
+            None, or a sentence that says why this rank cannot begin the collectives that the others wait in.
         """
-        hindered = self._tape.wait_for_row()
-        if hindered is None and self._talks_in_backward is None and self._tape.collectives.begun():
-            return "whether the collectives of the loss or the model have others in backward is not known yet"
-        return hindered
+        obstacle = self._tape.wait_for_row()
+        if obstacle is None and self._talks_in_backward is None and self._tape.collectives.begun():
+            return "it is not known yet whether the loss or the model also begins collectives in backward"
+        return obstacle
 
     def pay_nan(self) -> bool:
         """Begin all reductions of gradients that are owed after the row, of NaN; return whether there were any."""
@@ -280,7 +287,7 @@ class Replicated:
 
     def reset(self) -> None:
         """Forget an attempt that one rank has not made, on all ranks."""
-        self._tape.next()
+        self._tape.count_failed_attempt()
         self._wrapper.reducer._reset_state()
 
     @contextlib.contextmanager

@@ -18,11 +18,17 @@ _gather: Any = getattr(distributed, "all_gather_single", None) or distributed.al
 
 
 class Place(NamedTuple):
-    """Where a rank is in its data."""
+    """The position of a rank in its data.
+
+    Attributes:
+        epoch: The epoch, from 0.
+        batch: The batch of the epoch with which the step is made.
+        passed: The number of batches without a step since the last batch with one.
+    """
 
     epoch: int = 0
-    batch: int = 0  # of this epoch, the one that a step is made with
-    passed: int = 0  # batches that the loop has passed without a step, since the last one with a step
+    batch: int = 0
+    passed: int = 0
 
 
 _NOWHERE = Place()
@@ -87,7 +93,7 @@ class Rows:
         return bad or list(range(len(self.each)))
 
     def places(self) -> list[Place]:
-        """Return where each rank is in its data."""
+        """Return the position of each rank in its data."""
         return [Place(*(int(number) for number in row[12:15])) for row in self.each]
 
     def check(self) -> None:
@@ -104,7 +110,7 @@ class Rows:
         )
 
     def _difference(self) -> str:
-        """Say in what the places of the ranks differ: in guard, kind, number or batch, whichever comes first."""
+        """Return a sentence about how the ranks differ: in guard, kind, number or batch, whichever comes first."""
         guards = [row[11] for row in self.each]
         if len({*guards}) > 1:
             return (
@@ -125,7 +131,7 @@ class Rows:
         return self._passed_over(ahead, behind)
 
     def _passed_over(self, ahead: int, behind: int) -> str:
-        """Say which batches a rank has passed without a step while another rank has made one."""
+        """Return a sentence about the batches that one rank has skipped and another has not."""
         places = self.places()
         first, other = places[ahead], places[behind]
         text = f"rank {ahead} is at batch {first.batch} of epoch {first.epoch}, and rank {behind} at batch "
@@ -142,9 +148,9 @@ class Rows:
 
 
 def _must_agree(row: list[float]) -> list[float]:
-    """Return what of a row is the same on all ranks: kind, number and guard; of a step also epoch and batch.
+    """Return the part of a row that must be equal on all ranks: kind, number, guard and, in a step, the batch.
 
-    At the end of an epoch a rank may have passed a last batch without a step, such as an empty one: nothing is mixed.
+    At the end of an epoch the batches may differ: a rank may have skipped an empty last batch, which mixes no steps.
     """
     return row[:2] + row[11 : 14 if row[0] == STEP else 12]
 

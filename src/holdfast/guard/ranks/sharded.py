@@ -140,7 +140,7 @@ class Sharded:
 
     def reset(self) -> None:
         """Forget an attempt that one rank has not made, on all ranks."""
-        self._tape.next()
+        self._tape.count_failed_attempt()
 
     def lay_out(self, order: list[int]) -> None:
         """Nothing is laid out."""

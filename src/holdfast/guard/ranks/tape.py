@@ -1,9 +1,12 @@
-"""What a rank has begun in an attempt, sent to one that cannot go on: that one begins the same, by hand.
+"""Record the collectives of an attempt, so that a rank whose attempt has failed can begin the same ones by hand.
 
-Nobody knows an order ahead. Undisturbed, a short list grows by a few entries in each attempt, and a thread waits.
+The other ranks wait for the failed one in collectives whose order is not known beforehand. So each rank keeps a tape:
+a list of the collectives that the guard and the model's wrapper have begun in this attempt. A rank that has failed
+asks for the tapes of the others and follows them. In an undisturbed attempt only a short list is filled, and a thread
+waits.
 
-What the loss or the model begins by itself (see ``collectives``) cannot be begun by hand, since nobody knows what it
-would be given. A rank that has not come to such a collective, and never will, ends all ranks.
+Collectives of the loss or the model itself (see ``collectives``) cannot be begun by hand, since their inputs are not
+known. If the failed rank has not begun one that another rank waits in, all ranks end.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ from typing import Any
 from holdfast.guard.ranks.collectives import Collectives, shared_with
 from holdfast.guard.ranks.messages import Messages
 
-_LOOK_SECONDS = 0.002
+# Time between two looks at the tapes of the other ranks, or at our own.
+_POLL_SECONDS = 0.002
 ROW = "row"
 
 
 class Tape:
-    """The collectives of the attempts of one rank."""
+    """The collectives of the current attempt of this rank, which other ranks may ask for."""
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
@@ -32,114 +36,133 @@ class Tape:
         self._attempt = 0
         self._entries: list[list[Any]] = []
         self._is_over = True
-        self._number = 0  # of attempts that somebody could not make
+        # The number of attempts that failed on some rank. It is the same on all ranks, and names their messages.
+        self._failed_attempts = 0
         messages.start(self._serve, "holdfast-tape")
 
     def begin(self) -> None:
-        """Begin an attempt, on all ranks."""
-        self._entries, self._is_over = [], False
+        """Begin an attempt. All ranks call this equally often."""
+        self._entries = []
+        self._is_over = False
         self.collectives.begin()
-        self._attempt += 1  # last: the thread looks at it first
+        # Last, because the thread that sends the tape reads it first.
+        self._attempt += 1
 
     def note(self, group: Any, *entry: Any) -> None:
-        """Note that a collective of the guard or the wrapper is about to begin on a group."""
+        """Note that a collective of the guard or of the model's wrapper is about to begin.
+
+        Args:
+            group: The process group of the collective.
+            entry: The arguments of `begin` in `follow`, which must be values that JSON can hold.
+        """
         self.collectives.foresee(group)
         if not self._is_over:
             self._entries.append([*entry])
 
     def end(self) -> None:
-        """Note that this rank begins nothing more by running the model."""
+        """Note that this rank has finished running the model in this attempt."""
         self.collectives.settle()
         self._is_over = True
 
     def follow(self, begin: Callable[..., None]) -> str | None:
-        """Begin what the others have begun and this rank has not, until all of them are at the end of the attempt.
+        """Begin the collectives that other ranks have begun and this one has not, until all have ended the attempt.
 
-        Return why that cannot be done, or None.
+        Args:
+            begin: A function that begins a collective by hand. It gets the arguments of `note`.
+
+        Returns:
+            None, or a sentence that says why this rank cannot follow.
 
         Raises:
-            RankError: H114, if another rank does not come to its end within the timeout of the process group.
+            RankError: H114, if another rank does not end the attempt within the timeout of the process group.
         """
-        names, at = self._call(), len(self._entries)
-        heard_at = time.monotonic()
+        names = self._request_tapes()
+        position = len(self._entries)
+        last_entry_time = time.monotonic()
         while True:
-            hindered = self._hindered(names)
-            if hindered is not None:
-                return hindered
-            entry = next(filter(None, (self._messages.said(f"{name}/{at}") for name in names)), None)
+            obstacle = self._obstacle(names)
+            if obstacle is not None:
+                return obstacle
+            entry = next(filter(None, (self._messages.said(f"{name}/{position}") for name in names)), None)
             if entry is not None:
                 begin(*json.loads(entry))
-                at += 1
-                heard_at = time.monotonic()
+                position += 1
+                last_entry_time = time.monotonic()
                 continue
-            ends = {
+            lengths = {
                 rank: self._messages.said(f"{name}/end")
                 for name, rank in zip(names, self._messages.others, strict=True)
             }
-            late = [rank for rank, end in ends.items() if end is None or int(end) > at]
+            late = [rank for rank, length in lengths.items() if length is None or int(length) > position]
             if not late:
-                return self._hindered(names, is_final=True)
-            self._check_time(heard_at, late[0])
-            time.sleep(_LOOK_SECONDS)
+                return self._obstacle(names, all_have_ended=True)
+            self._check_timeout(last_entry_time, late[0])
+            time.sleep(_POLL_SECONDS)
 
     def wait_for_row(self) -> str | None:
-        """Wait until the others have begun their row, or cannot go on either.
+        """Wait until each other rank has begun to exchange its row, or has failed in this attempt as well.
 
-        Return why this rank cannot begin what they wait for, or None.
+        Returns:
+            None, or a sentence that says why this rank cannot begin the collective that the others wait in.
 
         Raises:
-            RankError: H114, if another rank does not come there within the timeout of the process group.
+            RankError: H114, if another rank does not get there within the timeout of the process group.
         """
-        names = self._call()
-        began = time.monotonic()
+        names = self._request_tapes()
+        start = time.monotonic()
         while True:
-            hindered = self._hindered(names)
-            if hindered is not None:
-                return hindered
+            obstacle = self._obstacle(names)
+            if obstacle is not None:
+                return obstacle
             late = [
                 rank
                 for name, rank in zip(names, self._messages.others, strict=True)
                 if not (self._messages.said(f"{name}/0") or self._messages.said(f"{name}/end"))
             ]
             if not late:
-                return self._hindered(names, is_final=True)
-            self._check_time(began, late[0])
-            time.sleep(_LOOK_SECONDS)
+                return self._obstacle(names, all_have_ended=True)
+            self._check_timeout(start, late[0])
+            time.sleep(_POLL_SECONDS)
 
-    def _check_time(self, since: float, late_rank: int) -> None:
-        """Raise H114 if the group's timeout has passed since this rank last heard of another one."""
+    def _check_timeout(self, since: float, late_rank: int) -> None:
+        """Raise H114 about a rank if the timeout of the process group has passed since a monotonic time."""
         if time.monotonic() > since + self._messages.timeout_seconds:
             self._messages.lose(late_rank, "has not come to the end of a step, where another rank has failed")
 
-    def _call(self) -> list[str]:
-        """Let the others send their tapes; return the names under which they do."""
+    def _request_tapes(self) -> list[str]:
+        """Ask the other ranks for their tapes; return the prefix of the keys under which each of them sends it."""
         self.end()
-        name = f"tape/{self._number}"
+        name = f"tape/{self._failed_attempts}"
         self._messages.call(name, str(self._attempt))
         return [f"{name}/{rank}" for rank in self._messages.others]
 
-    def _hindered(self, names: list[str], *, is_final: bool = False) -> str | None:
-        """Return which rank has begun a collective of the loss or the model that this one has not, or None.
+    def _obstacle(self, names: list[str], *, all_have_ended: bool = False) -> str | None:
+        """Return a sentence about a rank that is in a collective of the loss or the model without this rank, or None.
 
-        Finally, the reverse counts as well.
+        Args:
+            names: The prefixes of the tapes, in the order of the other ranks.
+            all_have_ended: Whether the counts of the other ranks are final. Then one that has begun fewer
+                collectives than this rank is an obstacle too.
         """
         own = self.collectives.begun()
         for name, rank in zip(names, self._messages.others, strict=True):
             text = self._messages.said(f"{name}/collectives")
-            theirs = Counter(json.loads(text or "{}"))
+            others_count = Counter(json.loads(text or "{}"))
             groups = shared_with(rank)
-            if any(theirs[group] > own[group] for group in groups):
+            if any(others_count[group] > own[group] for group in groups):
                 return f"rank {rank} is in a collective of the loss or the model, which this rank has not come to"
-            if is_final and any(theirs[group] < own[group] for group in groups):
+            if all_have_ended and any(others_count[group] < own[group] for group in groups):
                 return f"rank {rank} does not come to a collective of the loss or the model that this rank has begun"
         return None
 
-    def next(self) -> None:
-        """Note that all ranks know that one of them could not make this attempt."""
-        self._number += 1
+    def count_failed_attempt(self) -> None:
+        """Note that all ranks know that this attempt has failed on one of them. All ranks call this equally often."""
+        self._failed_attempts += 1
 
     def _serve(self, store: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: the run is over
+        """Send this rank's tape whenever another rank asks for it, in a thread."""
+        # The store raises once it is gone, which means that the run is over.
+        with contextlib.suppress(RuntimeError):
             for number in itertools.count():
                 name = f"tape/{number}"
                 called = self._messages.called(store, name)
@@ -148,17 +171,24 @@ class Tape:
                 self._send(store, f"{name}/{self._messages.rank}", int(called))
 
     def _send(self, store: Any, name: str, attempt: int) -> None:
-        """Send what this rank begins in an attempt, until it is over."""
+        """Send the tape of an attempt entry by entry until the attempt is over.
+
+        Args:
+            store: The store of the process group.
+            name: The prefix of the keys.
+            attempt: The number of the attempt, which this rank may not have begun yet.
+        """
         sent = 0
         collectives: Counter[str] = Counter()
         is_over = False
         while not is_over:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             if self._attempt < attempt:
                 continue
             is_over = self._is_over or self._attempt > attempt
             new = self._entries[sent:]
-            # Read after the entries and said before them: whoever reads an entry knows all that came before it.
+            # Counted after the entries are read and sent before them: a rank that has read an entry then knows all
+            # collectives that were begun before it.
             begun = self.collectives.begun()
             if begun != collectives:
                 store.set(f"{name}/collectives", json.dumps(begun))

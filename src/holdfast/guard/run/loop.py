@@ -167,8 +167,8 @@ class Loop:
             return
         self._reported_loaders = True
         why = (
-            "none for a second holdfast.DataLoader, because the loop advances it and no checkpoint holds where: "
-            'a resume begins it anew. Pass it by name: Guard(..., state={"labelled": loader})'
+            "none for a second holdfast.DataLoader, because the loop advances it and no checkpoint holds its "
+            'position: a resume starts it from the beginning. Pass it by name: Guard(..., state={"labelled": loader})'
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
@@ -176,7 +176,7 @@ class Loop:
         """Report once which schedulers need a metric and were never given one, by no process of the run."""
         if epochs < _EPOCHS_WITHOUT_METRIC or self._session.validated or self._reported_waiting:
             return
-        waiting = self._session.schedules.waiting()
+        waiting = self._session.schedules.without_metric()
         if waiting:
             self._reported_waiting = True
             self._record.emit(run_events.SchedulersWait(schedulers=tuple(waiting), fix="call guard.validated(loss)"))

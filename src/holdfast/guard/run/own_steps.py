@@ -1,7 +1,7 @@
-"""Optimizer steps that a loop over `Guard.batches` makes itself, past the guard: refused at the first one.
+"""Refuse optimizer steps that a loop over `Guard.batches` makes itself instead of through `Guard.step`.
 
-Such a step is in the weights, and the guard knows nothing of it: it would save "0 steps", and a run that was killed
-would begin again.
+Such a step changes the weights, but the guard does not count it: no checkpoint would be due, and a run that was
+killed would begin again at step 0.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from holdfast.core.errors import BatchError
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import Phase, RunState
 
-# Inside of `guard.step`, whose optimizers may be wrappers that step another optimizer.
-_IN_A_GUARDED_STEP = (Phase.IN_STEP, Phase.COMMITTING, Phase.ROLLING_BACK)
+# The phases in which `guard.step` runs, whose optimizers may be wrappers that step another optimizer.
+_PHASES_OF_A_GUARDED_STEP = (Phase.IN_STEP, Phase.COMMITTING, Phase.ROLLING_BACK)
 
-# Of all guards in this process: a loop that nobody has closed must not refuse the steps of another guard.
+# The states of all guards in this process: a loop that was never closed must not refuse the steps of another guard.
 _states: weakref.WeakSet[RunState] = weakref.WeakSet()
 
 
 class OwnStepsRefused:
-    """A context in which every optimizer that moves a parameter of the guard's models has to be stepped by the guard.
+    """A context in which stepping an optimizer of guarded parameters outside of `Guard.step` raises H212.
 
-    Optimizers of other parameters, such as those of a discriminator that the guard does not hold, are free.
+    Optimizers of other parameters, such as those of a discriminator that the guard does not hold, are not affected.
 
     Args:
         parts: The models and optimizers of the run.
-        state: Says whether the guard is in a step of its own.
-        record: Called with the error before it is raised.
+        state: The state of the guard, which shows whether it is in a guarded step.
+        record: A function that is called with the error before it is raised.
     """
 
     def __init__(self, parts: Parts, state: RunState, record: Callable[[BaseException], None]) -> None:
@@ -44,13 +44,13 @@ class OwnStepsRefused:
 
     def __enter__(self) -> None:
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
-        # Torch's list of hooks lives as long as the process, and must not keep a run alive that was given up.
+        # torch keeps the hook until it is removed. A strong reference in it would keep an abandoned run alive.
         reference = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
-            watcher = reference()
-            if watcher is not None:
-                watcher.check(optimizer)
+            context = reference()
+            if context is not None:
+                context.check(optimizer)
 
         self._handle = register_optimizer_step_pre_hook(before_step)
         weakref.finalize(self, self._handle.remove)
@@ -61,20 +61,21 @@ class OwnStepsRefused:
     def check(self, optimizer: Optimizer) -> None:
         """Raise H212 if this optimizer is about to move guarded parameters outside of a guarded step.
 
-        Cost: below a microsecond in a guarded step.
+        Cost: less than a microsecond in a guarded step.
         """
-        if self._state.phase in _IN_A_GUARDED_STEP:
+        if self._state.phase in _PHASES_OF_A_GUARDED_STEP:
             return
-        if any(state.phase in _IN_A_GUARDED_STEP for state in _states):
+        if any(state.phase in _PHASES_OF_A_GUARDED_STEP for state in _states):
             return
         name = self._name_of(optimizer)
         if name is None and not self._moves_guarded_parameters(optimizer):
             return
-        error = _own_step(optimizer, name)
+        error = _unguarded_step(optimizer, name)
         self._record(error)
         raise error
 
     def _name_of(self, optimizer: Optimizer) -> str | None:
+        """Return the name of an optimizer in the guard, or None if the guard does not hold it."""
         for name, candidate in self._parts.optimizers.items():
             if candidate is optimizer:
                 return name
@@ -86,23 +87,23 @@ class OwnStepsRefused:
         )
 
 
-def _own_step(optimizer: Optimizer, name: str | None) -> BatchError:
-    """Return the error about a step of the optimizer that the guard holds as `name`, or does not hold (None)."""
+def _unguarded_step(optimizer: Optimizer, name: str | None) -> BatchError:
+    """Return H212 about a step of an optimizer; its name in the guard is None if the guard does not hold it."""
     if name is None:
-        stepped = f"a {type(optimizer).__name__} that the guard does not hold"
+        subject = f"a {type(optimizer).__name__} that the guard does not hold"
         fix = (
-            "give it to the Guard (optimizer=...) and replace zero_grad, backward and step by "
+            "give it to the Guard (optimizer=...) and replace zero_grad, backward and step with "
             "guard.step(batch, loss_fn), which makes the step."
         )
     else:
-        stepped = f"optimizer {name!r}"
+        subject = f"optimizer {name!r}"
         fix = (
-            "replace zero_grad, backward and step by guard.step(batch, loss_fn), where loss_fn returns the loss. To "
-            f"step one of several optimizers: guard.step(batch, loss_fn, optimizer={name!r})."
+            "replace zero_grad, backward and step with guard.step(batch, loss_fn), where loss_fn returns the loss. "
+            f"To step one of several optimizers: guard.step(batch, loss_fn, optimizer={name!r})."
         )
     return BatchError(
-        f"{stepped} was stepped by the loop itself, outside of guard.step",
-        limit="such a step is in no checkpoint: a run that is killed would begin again without it",
+        f"{subject} was stepped by the loop itself, outside of guard.step",
+        limit="the guard does not count such steps, so no checkpoint would hold them",
         fix=fix,
         rule="H212",
     )

@@ -33,7 +33,7 @@ from holdfast.guard.optimizers import SPREAD_STATE, WHOLE_STATE, form_of_state, 
 from holdfast.guard.phase import Phase
 from holdfast.guard.record import End, described
 from holdfast.guard.result import Counters, Statistics
-from holdfast.guard.run.left import note_left, step_left
+from holdfast.guard.run.last_steps import last_step, note_last_step
 from holdfast.guard.saving.components import (
     changes_without_a_step,
     check_fits,
@@ -102,7 +102,7 @@ class Session:
         self.validated = False  # a metric was given, for schedulers that need one
         self._settings = parts.settings()  # those that the run began with
         self._groups: int | None = len(parts.rates())  # None: it is said that there are others now
-        # Optimizers whose state was not looked at since their first step, which makes most of it.
+        # Optimizers whose state has not been checked since their first step, which creates most of it.
         self._new_state = set(parts.optimizers)
         self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
         self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
@@ -175,7 +175,7 @@ class Session:
             self.saving.finish()
             self.saving.take_refusal()  # whoever opens it again may have repaired the state
             if self.is_open:
-                note_left(self._directory.run_id, self.record.global_step)
+                note_last_step(self._directory.run_id, self.record.global_step)
                 self._newest_id = None
                 with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
                     self._newest_id = self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
@@ -229,7 +229,7 @@ class Session:
         return self.policy.spike_action == "off" or self.spikes.is_calm()
 
     def check_new_state(self, names: Sequence[str]) -> None:
-        """Raise H310 or H105 once after the first step of an optimizer if no checkpoint can hold its state.
+        """Raise H310 or H105 after the first step of an optimizer if no checkpoint can hold its state.
 
         Otherwise each save would fail, and the whole run would be lost.
         """
@@ -312,7 +312,7 @@ class Session:
         )
 
     def _unsaved_buffers(self) -> list[str]:
-        """Return the names of buffers that steps change and that are in no `state_dict` (``persistent=False``)."""
+        """Return the names of buffers with ``persistent=False`` that steps change, which no `state_dict` holds."""
         changing = self._engine.buffers.now()
         return [
             name
@@ -323,24 +323,24 @@ class Session:
         ]
 
     def _own_trees(self) -> dict[str, dict[str, Any]]:
-        """Return by name what may have a value of its own on each rank: buffers, and the state of the caller."""
+        """Return the buffers and the caller's state that may differ between ranks, by kind and name."""
         return {"buffers": self._own_tensors(), "states": self._own_states()}
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that no rank is sent by another: buffers, and frozen weights that a wrapper ignores."""
+        """Return the tensors that no rank broadcasts: buffers, and frozen weights that a wrapper ignores."""
         keeper, parts = self._engine.buffers, self.parts
         buffers = keeper.now() | keeper.constant()
         own = {name: buffer for name, buffer in buffers.items() if self.ranks.keeps_apart(name)}
         for model_name, model in parts.models.items():
             frozen = {f"{model_name}.{key}": p for key, p in model.named_parameters() if not p.requires_grad}
             own |= {name: frozen[name] for name in self.ranks.ignored if name in frozen}
-        # Those of an average follow the batches of its rank, also where the buffers of the model are sent.
+        # Buffers of an average depend on the batches of the rank, even if those of the model are broadcast.
         for model_name, average in parts.averages.items():
             own |= {f"averaged.{model_name}.{key}": buffer for key, buffer in average.module.named_buffers()}
         return {name: tensor.detach() for name, tensor in own.items()}
 
     def _own_states(self) -> dict[str, Any]:
-        """Return the state of the caller's objects; averages, whose weights are the same on all ranks, are none."""
+        """Return the state of the caller's objects, without averages, whose weights are equal on all ranks."""
         averages = {id(average) for average in self.parts.averages.values()}
         own = {}
         for name, stateful in self.parts.states.items():
@@ -472,7 +472,7 @@ class Session:
         if entry is None:
             self._directory.check_not_lost()
             return None
-        # Every digest is right: whatever is raised from here on is no reason to touch the files.
+        # All digests are right, so an error from here on does not show damage, and the files must stay.
         training = self._restore(entry)
         with reading(entry.path):
             self.go_on_from(training)
@@ -489,7 +489,7 @@ class Session:
         return entry.path
 
     def _report_lost_state_of_ranks(self, training: Mapping[str, Any]) -> None:
-        """Record what a checkpoint holds of each rank and this resume cannot give back."""
+        """Record the state of single ranks in a checkpoint that this resume cannot restore."""
         of_ranks = (training.get("ranks") or {"each": []})["each"]
         names = dict.fromkeys(
             name for of_rank in of_ranks for kind in ("states", "buffers") for name in of_rank.get(kind, {})
@@ -505,16 +505,16 @@ class Session:
         if len({*batches}) > 1:
             self.record.emit(
                 run_events.PositionNotKept(
-                    why=f"the ranks were at batches {', '.join(map(str, batches))} when this checkpoint was written: "
-                    "one of them had passed a batch without a step. All go on from the place of the first rank"
+                    why=f"the ranks were at batches {', '.join(map(str, batches))} when this checkpoint was written, "
+                    "because one of them had skipped a batch. All ranks continue at the position of rank 0"
                 )
             )
 
     def report_steps_left_behind(self) -> None:
-        """Say that this run has gone back to a checkpoint, and an earlier guard of this process was further on."""
-        left_at = step_left(self._directory.run_id)
-        if left_at > self.record.global_step:
-            self.record.emit(run_events.StepsLeftBehind(from_step=left_at, to_step=self.record.global_step))
+        """Report that the run resumes at an earlier step than a previous guard of this process had reached."""
+        previous_step = last_step(self._directory.run_id)
+        if previous_step > self.record.global_step:
+            self.record.emit(run_events.StepsLeftBehind(from_step=previous_step, to_step=self.record.global_step))
 
     def _same_for_all(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self.parts.named_parameters()}
@@ -615,12 +615,12 @@ class Session:
         self._engine.loss_scale.load_state_dict(training["loss_scale"])
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
-        # A checkpoint of an earlier version holds no counts: there all steps are those of the only optimizer.
-        self.schedules.load_state_dict(training.get("schedules", {}), otherwise=training["global_step"])
+        # Checkpoints of earlier versions hold no counts. Then every step of the run counts for each schedule.
+        self.schedules.load_state_dict(training.get("schedules", {}), default=training["global_step"])
         return training
 
     def load_own_tensors(self, training: Mapping[str, Any]) -> None:
-        """Put those values into buffers that this rank had for itself."""
+        """Restore the buffers in which this rank differed from others."""
         saved = training.get("buffers", {})
         self._engine.buffers.load(saved)
         for name, tensor in self._own_tensors().items() if saved else ():

@@ -69,7 +69,7 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_models_can_be_saved(parts: Parts) -> None:
-    """Raise H310 for a model with a tensor that no checkpoint can hold, before anything was trained."""
+    """Raise H310 for a model with a tensor that no checkpoint can hold."""
     for name, model in parts.models.items():
         state = {
             key: local(value) if isinstance(value, torch.Tensor) else value
@@ -89,10 +89,14 @@ def check_models_can_be_saved(parts: Parts) -> None:
 
 
 def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:
-    """Ask schedulers and the optimizers of these names (None: all) for their state, before work is done.
+    """Check that the state of schedulers and optimizers can be saved, before the first step.
+
+    Args:
+        parts: The parts of the run.
+        names: The names of the optimizers to check; None checks all.
 
     Raises:
-        PolicyError: H105, for one that raises something.
+        PolicyError: H105, if ``state_dict()`` raises an exception.
         CheckpointError: H310, for state that a checkpoint cannot hold.
     """
     trees: dict[str, Any] = {}
@@ -108,6 +112,7 @@ def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _asking_for_state(part: str, value: Any) -> Iterator[None]:
+    """Turn an exception of ``state_dict()`` of a part into H105, except for those of holdfast and out of memory."""
     try:
         yield
     except Exception as error:
@@ -115,7 +120,7 @@ def _asking_for_state(part: str, value: Any) -> Iterator[None]:
         if isinstance(error, HoldfastError) or find_out_of_memory(error) is not None:
             raise
         raise PolicyError(
-            f"{part}, a {type(value).__name__}, raises {_told(error)} when it is asked for its state_dict()",
+            f"{part}, a {type(value).__name__}, raises {_text_of(error)} when it is asked for its state_dict()",
             limit="no checkpoint could be saved",
             fix="let state_dict() work before the first step too, or use another one; "
             "save_interval_steps=None trains without checkpoints.",
@@ -123,7 +128,7 @@ def _asking_for_state(part: str, value: Any) -> Iterator[None]:
         ) from error
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
@@ -294,7 +299,7 @@ def _loading(part: str, value: Any) -> Iterator[None]:
         if isinstance(error, HoldfastError) or find_out_of_memory(error) is not None:
             raise
         raise CheckpointError(
-            f"{part}, a {type(value).__name__}, cannot load the state that it saved ({_told(error)})",
+            f"{part}, a {type(value).__name__}, cannot load the state that it saved ({_text_of(error)})",
             limit="the checkpoint verifies and was left as it is",
             fix="make its load_state_dict take what its state_dict returns, then start again.",
             rule="H313",

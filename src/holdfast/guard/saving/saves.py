@@ -42,8 +42,8 @@ _MOST_MEMORY = 0.25
 # ready by a thread.
 _SMALL_BYTES = 4 * 2**20
 _AHEAD_SECONDS = 3.0  # before the first save is due, its memory is made ready
-# Between two looks at boundaries whether the lock is still held; each look takes a few microseconds, on a network
-# disk perhaps a millisecond. Before a save the lock is looked at in any case.
+# Time between two checks at boundaries of whether the lock is still held. A check takes a few microseconds, on a
+# network disk perhaps a millisecond. Before each save the lock is checked as well.
 _HOLD_SECONDS = 5.0
 _SPARE = 1.02  # of the size: text and positions grow a little from save to save
 
@@ -153,7 +153,7 @@ class Saving:
         return refused
 
     def report_loss(self, *, left: bool) -> None:
-        """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint.
+        """Report at the end of a run that saves have failed, if its newest state is in no checkpoint.
 
         The process then ends with an exit code of its own, see `unsaved`, unless a later save works. Steps since the
         newest checkpoint of a loop that was left early count only if a save has failed since.
@@ -167,7 +167,7 @@ class Saving:
         note_unsaved(self._directory.path, error or "saves have failed")
 
     def report_loss_at_exit(self) -> None:
-        """Say as the process ends that saves have failed, in a run that nobody has closed."""
+        """Report at the end of the process that saves have failed, in a run that was not closed."""
         if self._record.is_open:
             self.report_loss(left=self._run_state.in_loop)
 
@@ -261,7 +261,12 @@ class Saving:
         return self._every is None or not self._run_state.may_be_saved or self._saved_at == self._position()
 
     def _hold_directory(self) -> None:
-        """Make sure that this run alone writes into its directory; H301 if not, OSError if the disk does not say."""
+        """Check that only this run writes into its directory.
+
+        Raises:
+            RunDirectoryError: H301, if another run has taken the directory.
+            OSError: If the disk does not answer.
+        """
         if self._directory.hold():
             what = f"{self._directory.path} was removed or moved while the run wrote into it; it is made again"
             self._record.emit(run_events.RecordingMovedAside(what=what))

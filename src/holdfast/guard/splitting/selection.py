@@ -1,19 +1,20 @@
-"""Find out whether a loss chooses the samples that count by values that the model has computed.
+"""Detect a loss that selects samples by values that the model has computed.
 
 Examples are hard-example mining (the mean of the largest quarter of the losses), a threshold
-(``loss[loss > 0.7].mean()``) and a mean over the pseudo-labels that are confident enough. Such a loss may be a plain
-mean over samples as long as all of them are chosen, and so pass every trial, until the model has learned more.
+(``loss[loss > 0.7].mean()``) and a mean over sufficiently confident pseudo-labels. While such a loss selects all
+samples, it is a plain mean and passes every trial of splitting. Once the model has learned more, splitting would
+change its gradient.
 
-How it is found: a ``TorchFunctionMode`` follows values through one call of the loss function. Each tensor carries
-marks: it depends on parameters; it is a loss or depends on one; it is a mask that such values made; selections went
-into it. Only selections that reach the loss that is returned count, so an accuracy for a log does not.
+A ``TorchFunctionMode`` traces one call of the loss function. It marks each tensor that depends on parameters, that is
+a loss or depends on one, that is a mask computed from such values, or that depends on a selection. Only selections on
+which the returned loss depends count, so an accuracy for a log does not.
 
-What does not count, since the samples of a part are then treated as they are in the whole batch: masks made from the
-batch alone (padding, ``ignore_index``), choices within a sample (the classes of a beam, the pixels of an image), and
-choices inside of the model (the experts of a token) unless they are made by the values of a loss.
+Some selections treat a sample in a part as in the whole batch and do not count: masks computed from the batch alone
+(padding, ``ignore_index``), selections within a sample (the classes of a beam, the pixels of an image), and those
+inside the model (the experts of a token) unless they depend on a loss.
 
-Does not see what leaves torch on the way (``.item()``, numpy) or is computed by TorchScript. For these there are the
-checks that are repeated while batches are split.
+Values that leave torch on the way (``.item()``, numpy) and TorchScript are not traced. The checks that are repeated
+while batches are split cover these.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Functions that choose by rank, with the place of `dim` among their arguments and its default. None: all dimensions.
+# Functions that select by rank, with the position of their argument `dim` and its default (None: all dimensions).
 _BY_RANK: dict[str, tuple[int, int | None]] = {
     "topk": (2, -1),
     "sort": (1, -1),
@@ -48,7 +49,7 @@ _COMPARISONS = frozenset(
     for name in ("gt", "ge", "lt", "le", "eq", "ne")
     for prefix, suffix in (("", ""), ("__", "__"))
 ) | {"greater", "greater_equal", "less", "less_equal", "not_equal", "isfinite", "isnan", "isinf", "isclose"}
-# What is still a mask after these, if all that went into it were masks or values of the batch alone.
+# The result of these functions is a mask if all their marked arguments are masks.
 _KEEP_MASKS = frozenset(
     {"__and__", "__or__", "__xor__", "__invert__", "__rand__", "__ror__", "__rxor__", "__iand__", "__ior__"}
     | {"logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not"}
@@ -58,64 +59,78 @@ _KEEP_MASKS = frozenset(
     | {"mul", "__mul__", "__rmul__", "multiply", "__rsub__", "rsub", "ones_like", "zeros_like"}
     | {"sum", "count_nonzero", "nansum", "mean"}
 )
+# Reductions that count the entries of a mask.
 _COUNTS = frozenset({"sum", "count_nonzero", "nansum", "mean"})
+# Functions that select by a mask.
 _BY_MASK = frozenset({"masked_select", "nonzero", "argwhere"})
 _LOSSES = frozenset({"cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"})
 MASK = "mask"
 
 
 class Selection(NamedTuple):
-    """One choice among samples."""
+    """One selection that the loss function made.
 
-    function: str  # such as ``"topk"``; `MASK` for any use of a mask
-    size: int  # of the dimension that was chosen from
+    Attributes:
+        function: The name of the torch function, such as ``"topk"``, or `MASK` for any use of a mask.
+        size: The size of the dimension from which it selected.
+    """
+
+    function: str
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """What a tensor was computed from."""
+    """What a tensor was computed from.
+
+    Attributes:
+        parameters: Whether it depends on parameters.
+        loss: Whether it is the result of a loss function or depends on one.
+        is_mask: Whether it is a mask that was computed from marked values.
+        selections: The selections on which it depends, as indices of `SelectionFinder._selections`.
+    """
 
     parameters: bool = False
     loss: bool = False
     is_mask: bool = False
-    selections: frozenset[int] = frozenset()  # places in `SelectionFinder._made`
+    selections: frozenset[int] = frozenset()
 
 
-_NONE = _Marks()
+_NO_MARKS = _Marks()
 
 
 class SelectionFinder(TorchFunctionMode):
-    """Follows one call of a loss function; `reaching` says which selections have gone into its result.
+    """Traces the selections of one call of a loss function.
 
     Args:
-        models: What counts as the model: its own choices are not those of the loss.
+        models: The models of the run, whose own selections do not count.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         super().__init__()
         self._modules = {id(module) for model in models for module in model.modules()}
         self._marks = WeakTensorKeyDictionary()
-        self._made: list[Selection] = []
+        self._selections: list[Selection] = []
 
     def reaching(self, losses: Sequence[torch.Tensor]) -> list[Selection]:
-        """Return the selections that have gone into these losses, in the order in which they were made."""
-        places: set[int] = set()
+        """Return the selections on which these losses depend, in the order in which they were made."""
+        indices: set[int] = set()
         for loss in losses:
-            places |= self._marks_of(loss).selections
-        return [self._made[place] for place in sorted(places)]
+            indices |= self._marks_of(loss).selections
+        return [self._selections[index] for index in sorted(indices)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function and mark what it returns."""
+        """Call a torch function and mark its result."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        given = [marks for tensor in tensors if (marks := self._marks_of(tensor)) != _NONE]
-        if given:
-            marks = self._marks_of_result(name, args, kwargs, given)
-            # A function that writes into its first argument may return nothing.
-            written = args[:1] if name == "__setitem__" else pytree.tree_leaves(result)
-            for tensor in written:
+        argument_marks = [marks for tensor in tensors if (marks := self._marks_of(tensor)) != _NO_MARKS]
+        if argument_marks:
+            marks = self._marks_of_result(name, args, kwargs, argument_marks)
+            # `__setitem__` writes into its first argument and returns None.
+            outputs = args[:1] if name == "__setitem__" else pytree.tree_leaves(result)
+            for tensor in outputs:
                 if isinstance(tensor, torch.Tensor):
                     self._marks[tensor] = marks
         return result
@@ -124,30 +139,35 @@ class SelectionFinder(TorchFunctionMode):
         marks: _Marks | None = self._marks.get(tensor)  # type: ignore[no-untyped-call]
         if marks is not None:
             return marks
-        # A frozen parameter counts too: an average of the weights that are trained is one.
-        return _Marks(parameters=True) if isinstance(tensor, nn.Parameter) or tensor.requires_grad else _NONE
+        # A frozen parameter counts too, since it may belong to an average of the trained weights.
+        return _Marks(parameters=True) if isinstance(tensor, nn.Parameter) or tensor.requires_grad else _NO_MARKS
 
-    def _marks_of_result(self, name: str, args: Any, kwargs: Any, given: Sequence[_Marks]) -> _Marks:
-        selections: frozenset[int] = frozenset().union(*(marks.selections for marks in given))
+    def _marks_of_result(self, name: str, args: Any, kwargs: Any, argument_marks: Sequence[_Marks]) -> _Marks:
+        """Return the marks of a function's result, from those of its arguments that have any."""
+        selections: frozenset[int] = frozenset().union(*(marks.selections for marks in argument_marks))
         selection = self._selection(name, args, kwargs)
         if selection is not None:
-            self._made.append(selection)
-            selections |= {len(self._made) - 1}
-        is_mask = name in _KEEP_MASKS and all(marks.is_mask for marks in given)
-        is_mask = is_mask or (name in _COMPARISONS and any(map(self._may_choose, given)))
+            self._selections.append(selection)
+            selections |= {len(self._selections) - 1}
+        is_mask = name in _KEEP_MASKS and all(marks.is_mask for marks in argument_marks)
+        is_mask = is_mask or (name in _COMPARISONS and any(map(self._selects_for_loss, argument_marks)))
+        is_loss = name in _LOSSES or name.endswith("_loss")
         return _Marks(
-            parameters=any(marks.parameters for marks in given),
-            loss=any(marks.loss for marks in given) or name in _LOSSES or name.endswith("_loss"),
+            parameters=any(marks.parameters for marks in argument_marks),
+            loss=is_loss or any(marks.loss for marks in argument_marks),
             is_mask=is_mask,
             selections=selections,
         )
 
-    def _may_choose(self, marks: _Marks) -> bool:
-        """Say whether a choice by such values is one of the loss: the model's own values choose within the model."""
+    def _selects_for_loss(self, marks: _Marks) -> bool:
+        """Return whether a selection by values with these marks belongs to the loss and not to the model.
+
+        Inside the model's ``forward``, only values that depend on a loss or a mask count.
+        """
         return marks.loss or marks.is_mask or (marks.parameters and not self._is_in_model())
 
     def _is_in_model(self) -> bool:
-        """Say whether the ``forward`` of a module of the models is running."""
+        """Return whether the ``forward`` of a module of the models is running."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in self._modules:
@@ -156,24 +176,26 @@ class SelectionFinder(TorchFunctionMode):
         return False
 
     def _selection(self, name: str, args: Any, kwargs: Any) -> Selection | None:
-        """Return the choice among samples that a call makes, or None."""
+        """Return the selection that a call makes, or None."""
         if name in _BY_RANK:
             return self._selection_by_rank(name, args, kwargs)
-        mask = self._mask_that_chooses(name, args, kwargs)
+        mask = self._selecting_mask(name, args, kwargs)
         return None if mask is None or not mask.ndim else Selection(MASK, mask.shape[0])
 
     def _selection_by_rank(self, name: str, args: Any, kwargs: Any) -> Selection | None:
         values = args[0] if args else kwargs.get("input")
-        if not isinstance(values, torch.Tensor) or not values.ndim or not self._may_choose(self._marks_of(values)):
+        if not isinstance(values, torch.Tensor) or not values.ndim:
             return None
-        place, default = _BY_RANK[name]
-        dimension = kwargs.get("dim", args[place] if len(args) > place else default)
+        if not self._selects_for_loss(self._marks_of(values)):
+            return None
+        position, default = _BY_RANK[name]
+        dimension = kwargs.get("dim", args[position] if len(args) > position else default)
         if dimension is None:
             return Selection(name, values.numel())
         return Selection(name, values.shape[dimension]) if isinstance(dimension, int) else None
 
-    def _mask_that_chooses(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Return a mask by which this call chooses, or which it counts over the first dimension."""
+    def _selecting_mask(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Return a mask by which this call selects, or whose entries it counts over the first dimension."""
         if name == "__getitem__":
             candidates = pytree.tree_leaves(args[1:])
         elif name in _BY_MASK or (name == "where" and len(args) + len(kwargs) == 1):
@@ -189,7 +211,7 @@ class SelectionFinder(TorchFunctionMode):
 
 
 def _covers_first(args: Any, kwargs: Any) -> bool:
-    """Say whether a reduction goes over the first dimension of its argument."""
+    """Return whether a reduction covers the first dimension of its argument."""
     dimensions = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dimensions is None or not args or not isinstance(args[0], torch.Tensor):
         return True

@@ -53,7 +53,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 5e-2
 # A small sum beside a mean differs by less, and grows with the batch. Rounding does not reach both of these.
 _SMALL, _SMALL_OF_LOSS = 2e-5, 3e-6
-# Losses are means of terms that do not cancel: on devices and in half precision they are nearer than gradients are.
+# Losses are means of terms that do not cancel, so on devices and in half precision they differ less than gradients.
 _OF_LOSS_WHERE_ROUNDED = 0.1
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
@@ -93,16 +93,16 @@ class Verdict:
     held: tuple[Weighting, ...] = ()  # weightings by which the parts make up the whole, the most usual first
     failed: tuple[Weighting, ...] = ()  # weightings by which they do not
     side_effects: tuple[str, ...] = ()  # attributes of modules that each forward pass changes
-    selects: str = ""  # by what the loss chooses the samples that count, such as ``"topk"``; ``""``: by nothing
+    selects: str = ""  # the function by which the loss selects samples, such as ``"topk"``; empty: none
     called: Called | None = None  # what the loss function called that is the guard's to call
-    not_made: bool = False  # for ``"unknown"``: no copy of this process could be made to find out
+    not_made: bool = False  # for ``"unknown"``: this process could not be copied for the trial
 
     def weighting(self) -> Weighting:
         """Return what the parts of a batch are weighted by, where the loss function does not say it."""
         return self.held[0] if self.held else SAMPLES
 
     def may_turn_wrong(self) -> bool:
-        """Return whether splitting may change the gradient later, although it did not where it was tried.
+        """Return whether splitting may change the gradient later, although it did not in the trials.
 
         A loss that chooses samples may have chosen all of them so far. Of a sum over the samples that a threshold
         chooses, each part adds its own.
@@ -201,7 +201,7 @@ class SplitCheck:
         return merged(found, changed_buffer=changed_buffer, side_effects=side_effects, selects=selects)
 
     def compare_halves(self, part: Any, size: int) -> Verdict:
-        """Compare a micro-batch that has fitted before with its own two halves.
+        """Compare the gradient of a micro-batch, of a size that fits, with that of its two halves.
 
         A loss may begin to couple samples, or to choose among them, long after the trials of the first steps. Four
         samples show that less often than a whole micro-batch does. The largest quarter of eight losses is that of
@@ -223,7 +223,7 @@ class SplitCheck:
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
-        """Let evaluations run as the steps do, but for layers that mix samples; put buffers and states back."""
+        """Run evaluations in training mode, except for layers that mix samples, and restore buffers and states."""
         self._buffers = BufferKeeper(dict(self.models))
         self._buffers.keep()
         # The dropout of attention is to be drawn where it can be seen, not inside a kernel.
@@ -512,23 +512,26 @@ class SplitCheck:
             return function(copied(part))
 
     def _find_selection(self, window: Any) -> str:
-        """Return by what the loss chooses among samples, or "". What grows with the samples is chosen among them."""
+        """Return the name of the function by which the loss selects samples, or an empty string.
+
+        A selection is one among samples if the dimension from which it selects grows with their number.
+        """
         few = batch_size(window, self.split)
         selections = []
         for part, _ in [(window, few), self._cut(window)[0]]:
             finder = SelectionFinder(self.models.values())
-            # The trials have shown that the loss can be called so. What cannot be followed is not found, and no more.
+            # The trials have shown that the loss can be called. If tracing fails, selections are just not detected.
             terms = None
             with contextlib.suppress(Exception), finder:
                 terms = self._terms_once(part)
             if terms is None:
                 return ""
-            # Declared items weigh what a threshold chooses by as much of it as each part holds.
+            # With declared items, each part is weighted by the items that its threshold selects, which is exact.
             reaching = finder.reaching(terms.means)
             selections.append([each for each in reaching if not (terms.declared and each.function == MASK)])
         whole, part = selections
         if len(whole) != len(part):
-            # One for each sample is no choice among them; one that was made once, and not the other time, is.
+            # A selection for each sample is not one among samples. One that was made in only one of two runs is.
             return "" if whole and part else (whole or part)[0].function
         grown = [first.function for first, second in zip(whole, part, strict=True) if first.size != second.size]
         return next(iter(grown), "")
@@ -539,7 +542,7 @@ class SplitCheck:
         return math.nan if terms is None else float(terms.total().detach())
 
     def _terms_once(self, window: Any) -> Terms | None:
-        """Run the loss function once and return what it says; None where memory is too short for that."""
+        """Run the loss function once and return its terms, or None if memory is too short."""
         self._begin(0)
         try:
             if self.in_a_copy:  # with gradients, as in training: a loss function may change things only then
@@ -592,7 +595,7 @@ class SplitCheck:
 
 
 def _why_apart(found: Verdict, size: int) -> str:
-    """Return how far the parts of a micro-batch are from the whole, where they are too far."""
+    """Return a sentence about the difference between a micro-batch and its parts if it is too large."""
     if found.outcome != "coupled":
         return ""
     share = "is finite, and that over its parts is not"

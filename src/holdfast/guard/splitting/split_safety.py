@@ -6,9 +6,9 @@ is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and th
 mean over tokens looks like one over samples as long as all sentences are of one length. A batch that could show a
 difference between what was equal so far is tried before it is split.
 
-These trials take four samples each, and come ever more seldom. For as long as batches are split, one micro-batch is
-also compared with its own two halves now and then: see `steps_between_checks`. If that fails, batches are split no
-longer, and the promise was wrong for an unknown number of steps, which the event ``split_stopped`` limits.
+These trials take four samples each, and become rarer. While batches are split, a micro-batch is also compared with
+its two halves from time to time, see `steps_between_checks`. If that fails, batches are no longer split. The promise
+was then wrong for some steps; the event ``split_stopped`` names the last step at which it was still right.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8  # into which a batch is cut to see whether it tells weightings apart
 _MOST_KNOWN = 64  # loss functions that are distinguished; with more, texts that are bound to them change all the time
 _ALWAYS = 16  # times that such a batch is tried before it is split; from then on the 32nd, 64th ...
-# Of the time of split steps that comparing a micro-batch with its halves may take. Less is not felt: 1 % is what two
-# runs of the same script differ by. A loss that turns wrong is then found after a few hundred steps, not after a run.
+# The share of the time of split steps that comparing micro-batches with their halves may take. Two runs of one script
+# differ by 1 % anyway. A loss that begins to couple samples is then detected after a few hundred steps.
 _SHARE_OF_CHECKS = 0.01
-# Steps between two such checks until their cost is known, and at least: by then the trials of the 2nd, 4th ... 64th
-# split have compared halves too.
+# The number of steps between two such checks until their cost is known, and the least afterwards. The trials of the
+# 2nd, 4th ... 64th split step come before.
 _FEWEST_STEPS_BETWEEN = 64
 _MOST_STEPS_BETWEEN = 2**16  # where a clock stands still, or a step takes no time beside the check
 
 
 def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
-    """Return after how many split steps a micro-batch is compared with its halves again.
+    """Return the number of split steps until a micro-batch is compared with its halves again.
 
     Args:
         check_seconds: What the last such check has taken.
@@ -401,13 +401,23 @@ class SplitSafety:
             return False
 
     def _report_no_copy(self, why: str) -> None:
-        """Record, once, that the system refuses what a copy of this process needs."""
+        """Record once that the system refuses a process, a descriptor or memory for a copy of this process."""
         if not self._reported_no_copy:
             self._reported_no_copy = True
             self._record.emit(run_events.SplitNotTried(why=why))
 
     def _try_split(self, known: _Known, work: Work, empty: int | None = None, *, splits: bool = True) -> bool:
-        """Try a split out, which is about to be made if `splits`; return whether side effects were looked for too."""
+        """Try whether the batch of a step can be split, and note the verdict.
+
+        Args:
+            known: The facts about the loss function.
+            work: The step.
+            empty: The position of a sample that is tried as a part without items, or None.
+            splits: Whether this step is about to be split, so that the verdict is needed now.
+
+        Returns:
+            Whether side effects were checked too.
+        """
         if not self._policy.check_split:
             known.verdict = Verdict(outcome="trusted", why="check_split=False")
             return False
@@ -417,7 +427,8 @@ class SplitSafety:
 
         found = self._verdict_of(known, work, lambda check: check.run(batch, size, empty), here=splits)
         if found.not_made:
-            return False  # not proven, and tried again before the first split
+            # There is no verdict yet. The trial is repeated before the first split.
+            return False
         known.verdict = found if known.verdict is None else merged([known.verdict, found])
         if known.verdict.changes_batch or known.verdict.outcome != "unknown":
             known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
@@ -427,10 +438,13 @@ class SplitSafety:
         return looked
 
     def _verdict_of(self, known: _Known, work: Work, run: Callable[[SplitCheck], Verdict], *, here: bool) -> Verdict:
-        """Run a check in a copy of this process; H209 for a loss that does the guard's work.
+        """Run a check and return its verdict.
 
-        It runs in this process where no copy is possible. Where the system refuses one just now, so that this process
-        is the only place left, that is done only if the answer is needed now (`here`).
+        The check runs in a copy of this process, or in this process if copies are not possible. If the system refuses
+        a copy only at the moment, it runs in this process only if `here` is set, because the verdict is needed now.
+
+        Raises:
+            BatchError: H209, for a loss function that calls backward or steps an optimizer.
         """
         found = None
         if self._forks():

@@ -26,6 +26,7 @@ from holdfast.core.events.event import Decision, Promise, Stop
 from holdfast.core.events.event import Split as SplitDecision
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
+from holdfast.guard.optimizers import closure_missing, failed_without_closure
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks.one import OneRank
@@ -377,6 +378,8 @@ class StepEngine:
             except Exception as error:
                 found = find_out_of_memory(error)
                 if found is None:
+                    if failed_without_closure(error):
+                        raise closure_missing(name, self.parts.optimizers[name]) from error
                     raise
                 failure = error
             clear_exception_frames(failure)

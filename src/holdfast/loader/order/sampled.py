@@ -1,11 +1,11 @@
 """A user's sampler, or sampler of batches: drawn once an epoch from (seed, epoch), whatever its source of chance.
 
-Some carry state from epoch to epoch, such as counters or lists that are shuffled now and then. What they keep is part
-of a position:
+Some samplers carry state from epoch to epoch, such as counters or lists that are shuffled now and then. How a resume
+restores it depends on the sampler:
 
-state_dict and load_state_dict   are called, so that a resume needs no earlier epoch
-neither                          a resume draws the epochs before again, in the same order
-changed by somebody else         such as weights that the loop sets: that cannot be drawn again, so it is said
+it has state_dict and load_state_dict   its state is part of the position
+it has neither                          a resume draws the earlier epochs again, in the same order
+the loop changes it, such as weights    drawing again cannot restore that, so the resume is refused
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ import torch
 from holdfast.core.errors import LoaderError
 from holdfast.loader.foreign import has_no_state, is_stateful
 from holdfast.loader.order.host_epochs import sets_epoch
-from holdfast.loader.order.sampler_state import Fingerprint, as_ranges, copied, fingerprint, from_ranges, same_state
+from holdfast.loader.order.sampler_state import (
+    Fingerprint,
+    as_ranges,
+    copy_sampler,
+    fingerprint,
+    from_ranges,
+    same_state,
+)
 from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
@@ -46,7 +53,7 @@ class Sampled:
     """
 
     changed_by_others = False
-    """Whether somebody else has changed the sampler between epochs, and it has no ``state_dict`` to keep that by."""
+    """Whether the loop has changed a sampler without ``state_dict`` between epochs, so that no resume is possible."""
 
     def __init__(
         self,
@@ -81,16 +88,19 @@ class Sampled:
         self._kept: dict[int, list[Any]] = {}
         self._epoch_seen = 0  # that the sampler had when it was last looked at; torch's begin with 0
         self._dataset = dataset
-        # The sampler of batches, or else the one inside of it, if that says what it keeps.
-        self._stateful: Any = next((each for each in self._samplers() if is_stateful(each)), None)
+        # The outermost sampler that has ``state_dict`` and ``load_state_dict``, or None.
+        self._stateful: Any = next((sampler for sampler in self._samplers() if is_stateful(sampler)), None)
         self._digests: dict[int, str] = {}  # of the epochs that are kept
-        # The epochs that were drawn from the sampler as it was given, in this order.
+        # The epochs that were drawn since the sampler was passed in, in this order.
         self._history: list[int] = []
-        # Whether a draw changes what later ones yield; None before the first one.
+        # Whether drawing an epoch changes the orders of later ones; None before the first draw has shown it.
         self._carries: bool | None = False if self._stateful is not None or self._is_torchs else None
-        self._as_given: Any | None = None  # a copy, while it is not certain that nothing is carried
-        self._left_as: Fingerprint | None = None  # by the newest draw
-        self._before_draw: dict[int, Any] = {}  # its state_dict before the epochs that are kept
+        # A copy of the sampler before the first draw, unless it carries nothing.
+        self._as_given: Any | None = None
+        # The fingerprint of the sampler after the newest draw.
+        self._left_as: Fingerprint | None = None
+        # The state_dict of a stateful sampler before each epoch in `_kept`.
+        self._before_draw: dict[int, Any] = {}
 
     def __len__(self) -> int:
         """Return the entries of an epoch, as the sampler states."""
@@ -112,7 +122,7 @@ class Sampled:
             if self._stateful is not None:
                 self._before_draw[epoch] = copy.deepcopy(self._stateful.state_dict())
             elif self._carries is None and not self._history:
-                self._as_given = copied(self._sampler, self._dataset)
+                self._as_given = copy_sampler(self._sampler, self._dataset)
             found = self._draw(epoch)
             self._history.append(epoch)
             self.epoch_set()
@@ -132,7 +142,7 @@ class Sampled:
             of_epochs.pop(epoch, None)
 
     def _draw(self, epoch: int) -> list[Any]:
-        """Return what the sampler yields under the random numbers of an epoch, and note how that leaves it."""
+        """Return the entries of the sampler with the random numbers of an epoch, and note its state afterwards."""
         with isolated():
             self._begin_epoch(self._samplers(), epoch)
             before = self._fingerprint()
@@ -162,11 +172,12 @@ class Sampled:
         return fingerprint((sampler for sampler in self._samplers() if sampler is not None), self._dataset)
 
     def _changes_itself(self, epoch: int, found: list[Any]) -> bool:
-        """Return whether a copy of the sampler, as the draw has left it, draws the same epoch otherwise.
+        """Return whether drawing an epoch changes the orders that the sampler yields afterwards.
 
-        Many keep what they have drawn in an attribute, which changes nothing. Without a copy the answer is True.
+        To find out, a copy of the sampler draws the same epoch again. Some samplers only store the order in an
+        attribute, which does not change later ones. If the sampler cannot be copied, the answer is True.
         """
-        again = copied(self._sampler, self._dataset)
+        again = copy_sampler(self._sampler, self._dataset)
         if again is None or self._left_as is None or not self._left_as.is_complete:
             return True
         samplers = [sampler for sampler in (again, getattr(again, "sampler", None)) if sampler is not None]
@@ -176,13 +187,16 @@ class Sampled:
         return not same or fingerprint(samplers, self._dataset) != self._left_as
 
     def _note_changes(self) -> None:
-        """Notice a change since the newest draw; who sets epochs changes it too, and the next draw undoes that."""
-        if self._stateful is not None or self._left_as is None or any(sets_epoch(each) for each in self._samplers()):
+        """Notice whether the sampler was changed since the newest draw.
+
+        One with ``set_epoch`` is left out: the loop may call that, and the next draw sets the epoch anyway.
+        """
+        if self._stateful is not None or self._left_as is None or any(map(sets_epoch, self._samplers())):
             return
         self.changed_by_others |= self._left_as.is_complete and self._fingerprint() != self._left_as
 
     def state_dict(self, epoch: int) -> dict[str, Any] | None:
-        """Return what a position in an epoch needs of the sampler, for `load_state_dict`; None: nothing."""
+        """Return the state of the sampler for a position in an epoch, or None if it has none."""
         if self._stateful is not None:
             before = self._before_draw.get(epoch) if self._history[-1:] == [epoch] else None
             return {"before": before, "now": copy.deepcopy(self._stateful.state_dict())}
@@ -195,12 +209,13 @@ class Sampled:
         return {"epochs": as_ranges(self._history), "drawn": None if digest is None else list(digest)}
 
     def load_state_dict(self, state: dict[str, Any] | None, epoch: int) -> None:
-        """Bring the sampler to where it was in an epoch; H604 if that is not possible."""
+        """Restore the sampler at a position in an epoch; H604 if that is not possible."""
         if state is None:
             return
         if "epochs" in state:
             if self._carries is False:
-                return  # the position is from before that was known
+                # The position was saved before the first draw had shown that the sampler carries nothing.
+                return
             self._draw_again(from_ranges(state["epochs"]), state["drawn"])
         elif "changed_by_others" in state:
             raise self._lost("was changed between epochs by the loop, and no checkpoint holds that")
@@ -215,7 +230,7 @@ class Sampled:
                 self._stateful.load_state_dict(copy.deepcopy(state["now"]))
 
     def _draw_again(self, epochs: list[int], drawn: list[Any] | None) -> None:
-        """Draw epochs in the order in which they were drawn before; H604 if the last one is another one now."""
+        """Draw epochs in their original order; H604 if the order of the last one differs from the original."""
         if self._history != epochs[: len(self._history)]:
             self._return_to_the_beginning()
         for epoch in epochs[len(self._history) :]:
@@ -225,7 +240,7 @@ class Sampled:
             self.in_short(epochs[-1], Drawn(*drawn))
 
     def _return_to_the_beginning(self) -> None:
-        again = None if self._as_given is None else copied(self._as_given, self._dataset)
+        again = None if self._as_given is None else copy_sampler(self._as_given, self._dataset)
         if again is None:
             raise self._lost("cannot be copied, and so not be brought back to an earlier epoch in the same process")
         vars(self._sampler).clear()

@@ -1,4 +1,4 @@
-"""What a sampler of the user's carries from epoch to epoch: noticed from outside, and copied to be undone."""
+"""Copy the user's samplers, and detect from their attributes whether they changed."""
 
 from __future__ import annotations
 
@@ -13,69 +13,75 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# Attributes of samplers that hold the dataset, which is no state of theirs and may be large.
-_DATA = ("data_source", "dataset")
+# The attributes under which samplers hold the dataset, which is not part of their state and may be large.
+_DATA_ATTRIBUTES = ("data_source", "dataset")
 
-# What `HostEpochs` puts on samplers that have none.
-_OURS = ("set_epoch",)
+# The attributes that `HostEpochs` adds to samplers.
+_ADDED_ATTRIBUTES = ("set_epoch",)
 
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_DEEPEST = 4  # samplers inside of samplers that are looked into
+_PLAIN_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
+# How many nested samplers are searched for objects that copies share.
+_MOST_LEVELS = 4
 
 
 class Fingerprint(NamedTuple):
-    """A digest of all attributes of a sampler, and whether all could be looked into: an iterator cannot be."""
+    """A digest of the attributes of samplers.
+
+    Attributes:
+        digest: Equal for equal attributes.
+        is_complete: False if the digest leaves a value out, such as an iterator, whose state cannot be read.
+    """
 
     digest: bytes
     is_complete: bool
 
 
 def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
-    """Return a fingerprint of samplers, without their dataset and the generators that are seeded for each epoch.
+    """Return the fingerprint of samplers, without their dataset and the generators that are seeded for each epoch.
 
-    Equal ones mean equal attributes; unequal ones usually mean that something has changed. It is for comparisons
-    within one process.
+    Only fingerprints of one process can be compared. Equal ones mean equal attributes; different ones usually mean
+    that an attribute has changed.
     """
-    walk = _Walk(dataset)
+    digester = _Digester(dataset)
     for sampler in samplers:
         try:
-            walk.visit_attributes(sampler)
-        except Exception:  # noqa: BLE001 - whatever an attribute raises when it is looked at
-            walk.is_complete = False
-    return Fingerprint(walk.digest.digest(), walk.is_complete)
+            digester.visit_attributes(sampler)
+        except Exception:  # noqa: BLE001 - reading an attribute may raise anything
+            digester.is_complete = False
+    return Fingerprint(digester.digest.digest(), digester.is_complete)
 
 
-def copied(sampler: Any, dataset: Any) -> Any | None:
-    """Return a copy of a sampler that shares its dataset and models that it asks; None if it cannot be copied."""
+def copy_sampler(sampler: Any, dataset: Any) -> Any | None:
+    """Return a deep copy of a sampler that shares its dataset and its models; None if it cannot be copied."""
     shared = [dataset]
     inner = sampler
-    for _ in range(_DEEPEST):
+    for _ in range(_MOST_LEVELS):
         attributes = getattr(inner, "__dict__", {})
         for name, value in attributes.items():
-            if name in (*_DATA, *_OURS) or isinstance(value, torch.nn.Module):
+            if name in (*_DATA_ATTRIBUTES, *_ADDED_ATTRIBUTES) or isinstance(value, torch.nn.Module):
                 shared.append(value)
         inner = attributes.get("sampler")
     try:
         return copy.deepcopy(sampler, {id(value): value for value in shared if value is not None})
-    except Exception:  # noqa: BLE001 - whatever an attribute raises: a generator, a lock, an open file
+    except Exception:  # noqa: BLE001 - copying a generator, a lock or an open file may raise anything
         return None
 
 
-def same_state(one: Any, other: Any) -> bool:
-    """Return whether two trees of state, as ``state_dict()`` returns them, hold equal values."""
-    if isinstance(one, (torch.Tensor, np.ndarray)) or isinstance(other, (torch.Tensor, np.ndarray)):
-        if type(one) is not type(other) or one.dtype != other.dtype or one.shape != other.shape:
+def same_state(first: Any, second: Any) -> bool:
+    """Return whether two values of ``state_dict()`` are equal."""
+    if isinstance(first, (torch.Tensor, np.ndarray)) or isinstance(second, (torch.Tensor, np.ndarray)):
+        if type(first) is not type(second) or first.dtype != second.dtype or first.shape != second.shape:
             return False
-        return bool((one == other).all())
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_state(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_state, one, other))
-    return bool(one == other)
+        return bool((first == second).all())
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same_state(value, second[key]) for key, value in first.items())
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(same_state, first, second))
+    return bool(first == second)
 
 
 def as_ranges(epochs: Iterable[int]) -> list[list[int]]:
-    """Return a sequence of numbers as runs of consecutive ones: ``[[first, last], ...]``.
+    """Return a sequence of epochs as ranges of consecutive numbers: ``[[first, last], ...]``.
 
     Example:
         >>> as_ranges([0, 1, 2, 5, 5])
@@ -91,40 +97,45 @@ def as_ranges(epochs: Iterable[int]) -> list[list[int]]:
 
 
 def from_ranges(ranges: Iterable[Iterable[int]]) -> list[int]:
-    """Return what `as_ranges` was given."""
+    """Return the sequence of epochs of which `as_ranges` has returned these ranges."""
     return [epoch for first, last in ranges for epoch in range(first, last + 1)]
 
 
-def _own_attributes(value: Any, dataset: Any) -> dict[str, Any]:
+def _state_attributes(value: Any, dataset: Any) -> dict[str, Any]:
+    """Return the attributes of an object without the dataset, what holdfast has added, and the seeded generator."""
     attributes = getattr(value, "__dict__", {})
     return {
         name: attribute
         for name, attribute in attributes.items()
         if attribute is not dataset
-        and name not in (*_DATA, *_OURS)
+        and name not in (*_DATA_ATTRIBUTES, *_ADDED_ATTRIBUTES)
         and not (name == "generator" and isinstance(attribute, torch.Generator))
     }
 
 
-class _Walk:
-    """Digests values and, of objects, their attributes; long lists of numbers at the speed of C."""
+class _Digester:
+    """Digests values, containers and, recursively, the attributes of objects.
+
+    Long lists of numbers are digested through their ``repr``, at the speed of C.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
         self.is_complete = True
         self._dataset = dataset
-        self._visited: dict[int, Any] = {}  # kept alive here, so that no other object gets the id of one
+        # By id. The references keep the objects alive, so that no other object gets one of these ids.
+        self._visited: dict[int, Any] = {}
 
     def visit_attributes(self, value: Any) -> None:
-        """Digest the attributes of an object by name, and its class."""
+        """Digest the class of an object and its attributes with their names."""
         self._add(type(value).__qualname__)
-        for name, attribute in _own_attributes(value, self._dataset).items():
+        for name, attribute in _state_attributes(value, self._dataset).items():
             self._add(name)
             self.visit(attribute)
 
     def visit(self, value: Any) -> None:
-        """Digest one value: the first branch that knows its type."""
-        if type(value) in _PLAIN or _is_flat(value):
+        """Digest one value by the first branch that matches its type."""
+        if type(value) in _PLAIN_TYPES or _is_flat(value):
             self._add(repr(value))
         elif isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
             self._visit_array(value)
@@ -135,7 +146,7 @@ class _Walk:
         elif isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
             self._visit_generator(value)
         elif isinstance(value, torch.nn.Module):
-            # Each change in place counts up: a sampler that asks the model changes with every step.
+            # torch counts the in-place changes of a tensor. A sampler that uses the model changes with every step.
             self._add(repr([tensor._version for tensor in value.parameters()]))
         elif isinstance(value, (type, FunctionType, MethodType, ModuleType)):
             self._add(repr(getattr(value, "__qualname__", "a module")))
@@ -145,7 +156,7 @@ class _Walk:
             self._visit_once(value, lambda: self.visit_attributes(value))
 
     def _visit_once(self, value: Any, visit: Callable[[], None]) -> None:
-        """Digest a container or an object unless that was done before; they may refer to each other."""
+        """Digest a container or an object once, since they may refer to each other."""
         self._add(f"{type(value).__qualname__} {id(value) in self._visited}")
         if id(value) not in self._visited and value is not self._dataset:
             self._visited[id(value)] = value
@@ -178,5 +189,5 @@ class _Walk:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return whether this is a container of nothing but numbers and texts, which may be long."""
-    return type(value) in (list, tuple, set, frozenset, range) and _PLAIN.issuperset(map(type, value))
+    """Return whether a value is a container of nothing but numbers and strings."""
+    return type(value) in (list, tuple, set, frozenset, range) and _PLAIN_TYPES.issuperset(map(type, value))
