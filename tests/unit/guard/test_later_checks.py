@@ -104,7 +104,7 @@ class StandingClock:
 
 
 def test_a_micro_batch_is_compared_with_its_halves_between_the_trials(tmp_path):
-    """Trials come at the 128th and 256th split step: mining that begins at step 130 is found at the 192nd."""
+    """Trials come at the 128th and 256th split step: mining that begins at step 130 is found after the 192nd."""
     model = a_model()
     guard = guarded(tmp_path, model, micro_batch_size=8, clock=StandingClock())
 
@@ -116,8 +116,51 @@ def test_a_micro_batch_is_compared_with_its_halves_between_the_trials(tmp_path):
         for batch in batches(200):
             guard.step(batch, loss)
 
-    assert guard.global_step == 191
+    assert 192 <= guard.global_step < 196
     assert the_event(guard, "split_stopped").data["equal_until_step"] == 127
+    assert [event.data["split_promise"] for event in events(guard, "promises")] == [
+        "equal up to rounding",
+        "changes training",
+    ]
+
+
+def test_a_micro_batch_that_differs_once_lowers_the_promise_only_for_a_while(tmp_path):
+    """After a single failed comparison and four that pass, the promise is as before and the run continues."""
+    model = a_model()
+    guard = guarded(tmp_path, model, micro_batch_size=8, clock=StandingClock())
+
+    def loss(batch: Any) -> torch.Tensor:
+        losses = losses_of(model, batch)
+        return hardest_quarter(losses) if guard.global_step == 191 else losses.mean()
+
+    for batch in batches(200):
+        guard.step(batch, loss)
+
+    assert not events(guard, "split_stopped")
+    assert [event.data["split_promise"] for event in events(guard, "promises")] == [
+        "equal up to rounding",
+        "changes training",
+        "equal up to rounding",
+    ]
+
+
+# --- what rounding does -------------------------------------------------------------------------------------------
+
+
+def test_terms_that_nearly_cancel_are_no_coupling(tmp_path):
+    """Scores of two large inputs leave a gradient of which 0.1 % is rounding: batches are split all the same."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1)
+    guard = guarded(tmp_path, model, micro_batch_size=8)
+
+    def loss(batch: Any) -> torch.Tensor:
+        x, _ = batch
+        return model(x + 1e4).mean() - model(x.flip(1) + 1e4).mean()
+
+    for batch in batches(20):
+        guard.step(batch, loss)
+
+    assert {event.data["split_promise"] for event in events(guard, "promises")} == {"equal up to rounding"}
 
 
 def test_a_threshold_that_chooses_all_samples_at_first_lowers_the_promise_at_once(tmp_path):

@@ -7,8 +7,9 @@ mean over tokens looks like one over samples as long as all sentences are of one
 difference between what was equal so far is tried before it is split.
 
 These trials take four samples each, and become rarer. While batches are split, a micro-batch is also compared with
-its two halves from time to time, see `steps_between_checks`. If that fails, batches are no longer split. The promise
-was then wrong for some steps; the event ``split_stopped`` names the last step at which it was still right.
+its two halves from time to time, see `steps_between_checks`. If that fails, the promise is lowered and the next few
+split steps are checked as well. After a second failure among these, batches are no longer split. The promise was then
+wrong for some steps; the event ``split_stopped`` names the last step at which it was still right.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ _SHARE_OF_CHECKS = 0.01
 # The number of steps between two such checks until their cost is known, and the least afterwards. The trials of the
 # 2nd, 4th ... 64th split step come before.
 _FEWEST_STEPS_BETWEEN = 64
+# After a comparison that has failed, so many of the next split steps are checked too. One failure may be a value that
+# rounding has moved across a threshold; a loss that chooses samples fails more often than every other time.
+_STEPS_IN_DOUBT = 4
 _MOST_STEPS_BETWEEN = 2**16  # where a clock stands still, or a step takes no time beside the check
 
 
@@ -94,6 +98,7 @@ class _Known:
     equal_until_step: int | None = None  # the last one at which a check has passed
     later_checks: int = 0  # of a micro-batch and its halves
     steps_between_checks: int = _FEWEST_STEPS_BETWEEN
+    steps_in_doubt: int = 0  # next split steps to be checked, since a micro-batch differed from its halves
     timed_steps: int = 0  # split steps since the last such check, and what their attempts have taken
     timed_seconds: float = 0.0
     settled: bool = False
@@ -104,9 +109,23 @@ class _Known:
         """Return what parts are weighted by, as far as it is known."""
         return SAMPLES if self.verdict is None else self.verdict.weighting()
 
+    def take_in(self, comparison: Verdict) -> None:
+        """Take in what comparing a micro-batch with its halves has shown: only a second failure in a row counts.
+
+        In a row: within the split steps that are checked because of the first. What could not be tried, such as for
+        lack of memory, says nothing against what was tried before.
+        """
+        assert self.verdict is not None
+        if comparison.outcome == "coupled" and not self.steps_in_doubt:
+            self.steps_in_doubt = _STEPS_IN_DOUBT
+            return
+        self.steps_in_doubt = max(0, self.steps_in_doubt - 1)
+        if comparison.outcome != "unknown":
+            self.verdict = merged([self.verdict, comparison])
+
     def may_turn_wrong(self) -> bool:
-        """Return whether splitting may change the gradient later, although it has not so far."""
-        return self.verdict is not None and self.verdict.may_turn_wrong()
+        """Return whether splitting may change the gradient later, although that has not been confirmed so far."""
+        return self.steps_in_doubt > 0 or (self.verdict is not None and self.verdict.may_turn_wrong())
 
 
 class SplitSafety:
@@ -218,7 +237,7 @@ class SplitSafety:
         if known.steps == 1 or (splits_now and news != known.said):
             self._say(known, size, refused)
         known.said = news
-        if refused is None and splits_now and (due or compares):
+        if refused is None and splits_now and (due or compares) and not known.steps_in_doubt:
             known.equal_until_step = self._record.global_step
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
         # What begins later is found before a split and before a step is made again.
@@ -474,7 +493,7 @@ class SplitSafety:
             return False
         if verdict.outcome not in ("exact", "random"):
             return False  # nothing better is promised
-        return due or known.split_steps % known.steps_between_checks == 0
+        return due or known.steps_in_doubt > 0 or known.split_steps % known.steps_between_checks == 0
 
     def _compare_halves(self, known: _Known, work: Work, part: int) -> None:
         """Compare one of the micro-batches that this batch is cut into with its own two halves."""
@@ -489,9 +508,7 @@ class SplitSafety:
         began = clock.monotonic_seconds()
         found = self._verdict_of(known, work, lambda check: check.compare_halves(piece, samples), here=False)
         seconds = clock.monotonic_seconds() - began
-        # What could not be tried now, such as for lack of memory, says nothing against what was tried before.
-        if found.outcome != "unknown":
-            known.verdict = merged([known.verdict, found])
+        known.take_in(found)
         if known.timed_steps:
             step_seconds = known.timed_seconds / known.timed_steps
             known.steps_between_checks = steps_between_checks(seconds, step_seconds)
