@@ -20,7 +20,7 @@ from torch import nn
 
 import holdfast
 
-LIMITS = 18
+LIMITS = 5
 MOST_BYTES = 90 * 2**20  # beyond this the run below finishes
 EPOCHS = 2
 
