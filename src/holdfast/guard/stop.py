@@ -18,8 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,6 +58,7 @@ class StopRequest:
         self._previous: dict[int, Any] = {}  # what handled each signal before us
         self._installed = False
         self._interruptible = False
+        self._may_interrupt: Callable[[], bool] | None = None  # asked when a signal comes; None: it may
         self._settling = False  # the request has just come, and may come once more
         self._process = os.getpid()
 
@@ -129,6 +130,22 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         self._interruptible = False
 
+    @contextmanager
+    def interrupting_if(self, allowed: Callable[[], bool]) -> Iterator[None]:
+        """Let a signal raise `Interrupted` while the context lasts, if `allowed` returns True when it comes.
+
+        Otherwise the request waits for the next boundary.
+        """
+        if self.by_signal and not allowed():
+            yield
+            return
+        self._may_interrupt = allowed
+        try:
+            with self:
+                yield
+        finally:
+            self._may_interrupt = None
+
     # --- in the handler -------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -164,7 +181,7 @@ class StopRequest:
                     signal.signal(handled, self._at_the_second(handled))
             if callable(following) and not is_of_a_guard:
                 following(number, frame)
-            if self._interruptible:
+            if self._interruptible and (self._may_interrupt is None or self._may_interrupt()):
                 self._interruptible = False
                 raise Interrupted
 
