@@ -66,9 +66,7 @@ class Loop:
             max_steps=max_steps,
         )  # fmt: skip
         self._record.emit(begun)
-        if cursor.unkept is not None and not self._said_what_is_unkept:
-            self._said_what_is_unkept = True
-            self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
+        self._report_unkept(cursor)
         self._epochs = 0
         take_unkept_loaders()  # what was looked at before the loop is none of it
         how: End = "failed"
@@ -123,6 +121,7 @@ class Loop:
         place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
         iterator = cursor.begin(self._session.random_state)
+        self._report_unkept(cursor)
         self._session.random_state = None
         before, is_whole, steps = self._progress(), cursor.batches == 0, self._record.global_step
         while True:
@@ -157,6 +156,13 @@ class Loop:
         self._save_if_due()
         if self._record.global_step >= _STEPS_WITHOUT_METRIC:
             self._report_waiting_schedulers(cursor.epoch)
+
+    def _report_unkept(self, cursor: Cursor) -> None:
+        """Report once why a resumed run may read other batches."""
+        if self._said_what_is_unkept or cursor.unkept is None:
+            return
+        self._said_what_is_unkept = True
+        self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
 
     def _report_unkept_loaders(self) -> None:
         """Report once that the loop advances a loader whose position is in no checkpoint.

@@ -55,7 +55,7 @@ def _first_and_last(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_readable(parameter: nn.Parameter) -> bool:
-    """Return whether numbers of a parameter can be copied and compared: not those of float8, sparse or sharded ones."""
+    """Return whether numbers of a parameter can be copied and compared; of float8 or sharded ones they cannot."""
     return (
         type(parameter.data) is torch.Tensor
         and parameter.layout is torch.strided

@@ -39,7 +39,10 @@ def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
     walk = _Walk(dataset)
     for sampler in samplers:
         try:
-            walk.visit_attributes(sampler)
+            if isinstance(sampler, (list, tuple, range, torch.Tensor, np.ndarray)):
+                walk.visit(sampler)
+            else:
+                walk.visit_attributes(sampler)
         except Exception:  # noqa: BLE001 - whatever an attribute raises when it is looked at
             walk.is_complete = False
     return Fingerprint(walk.digest.digest(), walk.is_complete)
