@@ -29,7 +29,10 @@ from holdfast.guard.reachable import contents_of_closure, levels_inside
 from holdfast.numerics.learning_rate import rate_of
 
 # What the argument of a scheduler that needs a metric is called.
-_METRIC = re.compile(r"metric|loss|score|acc|val|perf|result|monitor|reward|err|objective|criterion")
+# "interval" and "accumulated_steps" are no metrics.
+_METRIC = re.compile(
+    r"metric|loss|score|acc(?!um)|(?<![a-z])e?val|perf|result|monitor|reward|err|objective|criterion"
+)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _PLAIN = (bool, int, float, str, type(None))
@@ -60,7 +63,7 @@ def way_of(scheduler: Any) -> Way | None:
         return None
     needs = required_arguments(step)
     if not needs:
-        return Way.STEP
+        return Way.METRIC if _is_plateau_with_optional_metric(scheduler) else Way.STEP
     if len(needs) == 1 and needs[0].kind in _POSITIONAL and _takes_metric(scheduler, needs[0].name):
         return Way.METRIC
     return None
@@ -92,6 +95,14 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _takes_metric(scheduler: Any, argument: str) -> bool:
     return getattr(scheduler, "mode", None) in ("min", "max") or bool(_METRIC.search(argument.lower()))
+
+
+def _is_plateau_with_optional_metric(scheduler: Any) -> bool:
+    """Return whether a scheduler waits for a metric that its step can be called without, to no effect."""
+    if getattr(scheduler, "mode", None) not in ("min", "max"):
+        return False
+    positional = [parameter for parameter in _parameters(scheduler.step) if parameter.kind in _POSITIONAL]
+    return bool(positional) and bool(_METRIC.search(positional[0].name.lower()))
 
 
 def _plateau_inside(scheduler: Any) -> Any | None:
