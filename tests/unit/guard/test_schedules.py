@@ -350,6 +350,31 @@ def test_a_plateau_whose_metric_is_optional_gets_one(tmp_path):
     assert scheduler.n == 1
 
 
+class Forgetful(Counting):
+    """It saves nothing of what it counts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(("kind", "warnings"), [(Forgetful, 1), (Counting, 0)])
+def test_a_scheduler_that_does_not_save_what_it_counts_is_named(tmp_path, kind, warnings):
+    """A resume would begin its rates anew."""
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    loader = [torch.ones(2, 2) * 0.001] * 3
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, scheduler=kind(optimizer), loader=loader)
+
+    for batch in guard.batches(max_epochs=2):
+        guard.step(batch, lambda x: model(x).square().mean())
+
+    reasons = [event.data["why"] for event in guard.events() if event.kind == "resume_may_differ"]
+    assert len(reasons) == warnings
+    assert all("'scheduler'" in why for why in reasons)
+
+
 # --- which optimizer ------------------------------------------------------------------------------------------
 
 

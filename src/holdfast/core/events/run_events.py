@@ -85,7 +85,7 @@ class PositionNotKept(EventData):
 
 
 class ResumeMayDiffer(_Why):
-    """A run that resumes may read other batches, or other augmentation, than one that was never interrupted."""
+    """A run that resumes may read other batches, or train at another rate, than one that was never interrupted."""
 
 
 class OwnStateNotKept(EventData):
