@@ -29,7 +29,9 @@ from holdfast.loader.foreign import (
     EXACT,
     is_stateful,
     keeps_by_state_dict,
+    order_of,
     resume_promise,
+    set_epoch,
     sources_of_state,
     torch_loader_of,
 )
@@ -40,6 +42,11 @@ from holdfast.loader.torch_workers import has_workers, match_workers
 _EXACT = (
     "bit-exact, if the dataset and collate_fn draw from the global generators of torch, numpy and random only: order "
     "and augmentation depend on (seed, epoch, index) then"
+)
+
+_CHANGED_ORDER = (
+    "none, because the script has changed the list of batches, or what the sampler was given, such as weights, since "
+    "the epoch before: no checkpoint holds that. Give the sampler state_dict and load_state_dict that hold it"
 )
 
 
@@ -71,6 +78,9 @@ class Cursor:
         # Whether persistent workers existed when this epoch began. None: not known, so the workers stay as they are.
         self._had_workers: bool | None = None
         self._changed_settings = ""
+        # What the script has given the loader to take its order from, and whether it has changed that since.
+        self._order: bytes | None = None
+        self._order_was_changed = False
         self.epoch = 0
         self.batches = 0
         self.trained = 0  # batches over all epochs
@@ -94,7 +104,9 @@ class Cursor:
         """Return what a resume can promise for this loader."""
         if isinstance(self._loader, DataLoader):
             return _EXACT
-        return self._changed_settings or resume_promise(self._loader)
+        if self._changed_settings:
+            return self._changed_settings
+        return _CHANGED_ORDER if self._order_was_changed else resume_promise(self._loader)
 
     @property
     def unkept(self) -> str | None:
@@ -115,10 +127,8 @@ class Cursor:
         """Return an iterator over the rest of the epoch; the state of a resumed run is put back in time."""
         self._begun_in_the_middle, self.left_in_batch = self.batches > 0, False
         self._under_way, self._state_after, self._length = True, None, None
-        for name in ("sampler", "batch_sampler"):
-            sampler = getattr(self._loader, name, None)
-            if sampler is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self.epoch)
+        set_epoch(self._loader, self.epoch)
+        self._notice_another_order()
         if self._stateful:
             if self._reload:
                 self._loader.load_state_dict(self._loader_state)  # type: ignore[attr-defined]
@@ -139,6 +149,15 @@ class Cursor:
         if state is not None:
             restore(state)
         return iterator
+
+    def _notice_another_order(self) -> None:
+        """Notice that the script has changed since the last epoch what the order of the batches comes from."""
+        if self._stateful:
+            return
+        order = order_of(self._loader)
+        if self._order is not None and order != self._order:
+            self._order_was_changed = True
+        self._order = order
 
     def _match_workers(self) -> None:
         """Start or end the persistent workers of torch's loader, as they were when this epoch began."""
@@ -290,6 +309,7 @@ class Cursor:
             "generators_now": self._generators if drawn else self._generator_states(),
             "had_workers": self._workers_at_begin(),
             "settings": self._settings(),
+            "order_was_changed": self._order_was_changed,
         }
 
     def _with_sampler(self, loader_state: Any) -> Any:
@@ -324,6 +344,7 @@ class Cursor:
         self._generators = state["generators"]
         self._set_generators(state["generators_now"])
         self._had_workers = state.get("had_workers")
+        self._order_was_changed = bool(state.get("order_was_changed"))
         self._compare_settings(state.get("settings", {}))
 
     def _compare_settings(self, before: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ from holdfast.guard.saving.best import Best, BestOf, as_metric
 from holdfast.guard.saving.components import check_models_can_be_saved, check_saveable
 from holdfast.guard.schedules import Schedules
 from holdfast.guard.splitting.split_safety import LossFunction
+from holdfast.guard.state.trained_weights import TrainedWeights
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.random_state import capture, restore
@@ -140,6 +141,7 @@ class Guard:
         self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
         self._asked = StopRequest(self.policy.stop_signals)  # of this process
         self._swapped = ExitStack()  # puts the weights of the run back
+        self._trained_weights = TrainedWeights(self._parts.models)
         with ranks.in_turn():
             self._directory = RunDirectory(run_dir, ranks.rank)
         self._record = RunRecord(self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None)
@@ -157,6 +159,7 @@ class Guard:
             with naming_lack_of_memory("resuming from a checkpoint"):
                 self.resumed_from: Path | None = self._session.resume()
             self._report_steps_left_behind()
+            self._trained_weights.remember()
         except BaseException:
             self._release()
             raise
@@ -298,7 +301,9 @@ class Guard:
             names = self._parts.optimizer_names(optimizer)
             with naming_lack_of_memory("making a step"):
                 self._ready()
-                return self._steps.step(batch, loss_fn, names, split=split)
+                result = self._steps.step(batch, loss_fn, names, split=split)
+                self._trained_weights.remember()
+                return result
         except BaseException as error:
             self._leave(error)
             raise
@@ -481,14 +486,21 @@ class Guard:
         Train/eval modes and random state are restored afterwards. If a signal of ``Policy.stop_signals`` comes
         inside, a checkpoint is saved and the process ends with ``Policy.stop_exit_code`` or 0, and on Ctrl-C with a
         KeyboardInterrupt: an interrupted evaluation has no result with which the script could continue. The rest of
-        the loop body does not run. `request_stop` lets the evaluation finish and ends the loop after it.
+        the loop body does not run. `request_stop` lets the evaluation finish and ends the loop after it. So does a
+        signal while the models hold other weights than the trained ones, such as an average that the script has put
+        there, since a checkpoint would save those.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
-            with self._record.errors(), self._stop, evaluating(models, devices):
+            stop = self._stop.interrupting_if(self._may_save_in_evaluation)
+            with self._record.errors(), stop, evaluating(models, devices):
                 yield
         except Interrupted:
             self._end_process()
+
+    def _may_save_in_evaluation(self) -> bool:
+        """Return whether the weights of the run are in the models, or it is the guard that puts them back."""
+        return self._session.state.averaged or self._trained_weights.are_in_place()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -28,8 +28,11 @@ from holdfast.guard.optimizers import identities, looks_like_an_optimizer
 from holdfast.guard.reachable import contents_of_closure, levels_inside
 from holdfast.numerics.learning_rate import rate_of
 
-# Names that the argument of ``step`` has in schedulers that need a metric.
-_METRIC_NAME = re.compile(r"metric|loss|score|acc|val|perf|result|monitor|reward|err|objective|criterion")
+# Names that the argument of ``step`` has in schedulers that need a metric. "interval" and "accumulated_steps" are not
+# among them.
+_METRIC_NAME = re.compile(
+    r"metric|loss|score|acc(?!um)|(?<![a-z])e?val|perf|result|monitor|reward|err|objective|criterion"
+)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -62,7 +65,7 @@ def interface_of(scheduler: Any) -> Interface | None:
         return None
     step_arguments = required_arguments(step)
     if not step_arguments:
-        return Interface.STEP
+        return Interface.METRIC if _is_plateau_with_optional_metric(scheduler) else Interface.STEP
     if len(step_arguments) == 1 and _is_metric(step_arguments[0], scheduler):
         return Interface.METRIC
     return None
@@ -104,6 +107,14 @@ def _is_metric(argument: inspect.Parameter, scheduler: Any) -> bool:
     if argument.kind not in _POSITIONAL:
         return False
     return getattr(scheduler, "mode", None) in ("min", "max") or bool(_METRIC_NAME.search(argument.name.lower()))
+
+
+def _is_plateau_with_optional_metric(scheduler: Any) -> bool:
+    """Return whether a scheduler waits for a metric that its step can be called without, to no effect."""
+    if getattr(scheduler, "mode", None) not in ("min", "max"):
+        return False
+    positional = [parameter for parameter in _parameters(scheduler.step) if parameter.kind in _POSITIONAL]
+    return bool(positional) and bool(_METRIC_NAME.search(positional[0].name.lower()))
 
 
 def _plateau_inside(scheduler: Any) -> Any | None:

@@ -18,8 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,6 +62,8 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
         self._installed = False
         self._interruptible = False
+        # Asked when a signal comes whether it may interrupt what it comes into; None means that it may.
+        self._may_interrupt: Callable[[], bool] | None = None
         # True for a moment after the first signal, in which further signals belong to the same request.
         self._settling = False
         # Forked children inherit the handlers, and must not act on them.
@@ -140,6 +142,22 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         self._interruptible = False
 
+    @contextmanager
+    def interrupting_if(self, allowed: Callable[[], bool]) -> Iterator[None]:
+        """Let a signal raise `Interrupted` while the context lasts, if `allowed` returns True when it comes.
+
+        Otherwise the request waits for the next boundary.
+        """
+        if self.by_signal and not allowed():
+            yield
+            return
+        self._may_interrupt = allowed
+        try:
+            with self:
+                yield
+        finally:
+            self._may_interrupt = None
+
     # --- in the handler -------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -179,7 +197,7 @@ class StopRequest:
                     signal.signal(handled, self._handler_of_second_signal(handled))
             if callable(second_handler) and not belongs_to_guard:
                 second_handler(number, frame)
-            if self._interruptible:
+            if self._interruptible and (self._may_interrupt is None or self._may_interrupt()):
                 self._interruptible = False
                 raise Interrupted
 

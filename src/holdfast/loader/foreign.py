@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from holdfast.loader.order.sampler_state import fingerprint
 from holdfast.loader.torch_workers import keeps_workers
 
 EXACT = "bit-exact"
@@ -49,6 +50,8 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _MOST_LEVELS = 6
 _LONGEST_CONTAINER = 64
 _MOST_OBJECTS = 2000
+# Modules whose functions are not searched for generators in global variables.
+_LIBRARIES = ("builtins", "collections", "functools", "numpy", "random", "torch", "torchvision", "typing")
 
 
 def is_stateful(value: object) -> bool:
@@ -224,11 +227,39 @@ def has_no_state(sampler: object) -> bool:
     )
 
 
+def set_epoch(loader: object, epoch: int) -> None:
+    """Tell a loader's samplers which epoch begins, also those inside of a sampler of batches."""
+    samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None), *samplers_of(loader)]
+    for sampler in {id(sampler): sampler for sampler in samplers}.values():
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+def order_of(loader: object) -> bytes | None:
+    """Return a digest of what decides the order of an epoch and only the script can change, or None if there is none.
+
+    It covers the entries of a list of batches, and what torch's own samplers were given, such as weights. What
+    ``set_epoch`` changes is left out.
+    """
+    if isinstance(loader, (list, tuple)):
+        return repr([id(entry) for entry in loader]).encode()
+    source = torch_loader_of(loader)
+    if source is None:
+        return None
+    # A BatchSampler is looked at by what is inside of it.
+    samplers = [sampler for sampler in samplers_of(source) if type(sampler) is not BatchSampler]
+    if not samplers or any(hasattr(sampler, "set_epoch") or not has_no_state(sampler) for sampler in samplers):
+        return None
+    arguments = fingerprint(samplers, source.dataset)
+    return arguments.digest if arguments.is_complete else None
+
+
 def sources_of_state(loader: object) -> list[Any]:
     """Return the objects with random or other state that a loader uses: generators, and samplers with state.
 
-    Generators are searched for in the attributes of the loader and its samplers, and in the dataset, ``collate_fn``
-    and transforms of a torch loader. Two loaders that were built in the same way return them in the same order.
+    Generators are searched for in the attributes of the loader and its samplers, in the dataset, ``collate_fn`` and
+    transforms of a torch loader, and among the global variables that their functions use. Two loaders that were built
+    in the same way return them in the same order.
     """
     source = torch_loader_of(loader)
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
@@ -236,20 +267,75 @@ def sources_of_state(loader: object) -> list[Any]:
     if source is not None:
         sources += generators_in([source.generator, *samplers_of(source), source.dataset, source.collate_fn])
         sources += [sampler for sampler in samplers_of(source) if is_stateful(sampler)]
+        sources += generators_in_globals([*samplers_of(source), source.dataset, source.collate_fn])
     return list({id(value): value for value in sources}.values())
 
 
 def generators_in(values: Iterable[Any]) -> list[Any]:
     """Return the random generators among values and, down to `_MOST_LEVELS`, in their attributes and containers."""
-    generators = []
+    return [value for value in _reachable(values) if isinstance(value, _GENERATORS)]
+
+
+def generators_in_globals(values: Iterable[Any]) -> list[Any]:
+    """Return the random generators in global variables that functions use: those among values, and their methods.
+
+    Functions that are called by such a one are searched as well.
+    """
+    functions: dict[int, FunctionType] = {}
+    waiting = [function for value in _reachable(values) for function in _functions_of(value)]
+    generators: dict[int, Any] = {}
+    while waiting and len(functions) < _MOST_OBJECTS:
+        function = waiting.pop()
+        if id(function) in functions or _is_of_a_library(function.__module__):
+            continue
+        functions[id(function)] = function
+        for name in sorted(_names_in(function.__code__)):
+            value = function.__globals__.get(name)
+            if isinstance(value, _GENERATORS):
+                generators[id(value)] = value
+            elif isinstance(value, FunctionType):
+                waiting.append(value)
+    return list(generators.values())
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """Return a function itself, or the methods that the user's own classes give an object."""
+    if isinstance(value, FunctionType):
+        return [value]
+    return [
+        attribute
+        for kind in type(value).__mro__
+        if not _is_of_a_library(kind.__module__)
+        for attribute in vars(kind).values()
+        if isinstance(attribute, FunctionType)
+    ]
+
+
+def _is_of_a_library(module: str | None) -> bool:
+    """Return whether a module belongs to a library that has no generators for a user's dataset."""
+    return str(module).split(".")[0] in _LIBRARIES
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the global names in the code of a function and of those that are defined inside of it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _reachable(values: Iterable[Any]) -> list[Any]:
+    """Return values and, down to `_MOST_LEVELS`, their attributes and what short containers hold, nearest first."""
+    reached: list[Any] = []
     level = list(values)
     visited: dict[int, Any] = {}
     for _ in range(_MOST_LEVELS):
         level = [value for value in level if id(value) not in visited][: _MOST_OBJECTS - len(visited)]
         visited.update((id(value), value) for value in level)
-        generators += [value for value in level if isinstance(value, _GENERATORS)]
+        reached += level
         level = [part for value in level for part in _parts_of(value)]
-    return generators
+    return reached
 
 
 def _parts_of(value: Any) -> Iterable[Any]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,38 @@ def test_what_is_no_average_of_the_model_is_refused(tmp_path: Path) -> None:
         guarded(tmp_path, model, optimizer, averaged=average, state={"averaged": model})
     with pytest.raises(holdfast.PolicyError, match="without an average"):
         guarded(tmp_path, model, optimizer).averaged().__enter__()
+
+
+@contextlib.contextmanager
+def average_in_place(model: nn.Module) -> Iterator[None]:
+    """Put other weights into a model and take them out again, as torch_ema and ema_pytorch do."""
+    trained = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.fill_(7.0)
+    try:
+        yield
+    finally:
+        for parameter, weights in zip(model.parameters(), trained, strict=True):
+            parameter.data.copy_(weights)
+
+
+@pytest.mark.parametrize("order", ["evaluation_in_average", "average_in_evaluation"])
+def test_a_signal_while_a_script_evaluates_its_own_average_saves_what_was_trained(tmp_path: Path, order: str) -> None:
+    """The average stands in the model, so the evaluation ends first, and the loop after it."""
+    model = nn.Linear(2, 1)
+    guard = guarded(tmp_path, model, loader=[torch.ones(4, 2)] * 8, save_interval_steps=100)
+
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, lambda x: model(x).square().mean())
+        contexts = [average_in_place(model), guard.evaluate()]
+        if order == "average_in_evaluation":
+            contexts.reverse()
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert (guard.stop_reason, guard.global_step) == ("SIGTERM", 1)
+    resumed = nn.Linear(2, 1)
+    guarded(tmp_path, resumed, loader=[torch.ones(4, 2)] * 8).close()
+    assert torch.equal(resumed.weight, model.weight)

@@ -10,7 +10,15 @@ import pytest
 import torch
 from tests.unit.guard.guarded import events, the_event
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 import holdfast
 
@@ -214,3 +222,84 @@ def test_a_loader_that_is_set_up_otherwise_loses_its_promise(tmp_path, options):
 
     assert events(guard, "loop")[-1].data["resume_promise"].startswith("none, because")
     assert the_event(guard, "resume_may_differ").data["why"].startswith("none, because")
+
+
+NOISE = np.random.default_rng(7)
+
+
+def noise() -> float:
+    return float(NOISE.random()) / 2
+
+
+class AugmentedByAGlobal(torch.utils.data.Dataset[torch.Tensor]):
+    """Noise from a generator at the top of the script, as many write it."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return SAMPLES[index] + noise()
+
+
+def test_a_generator_in_a_global_variable_of_the_dataset_is_kept(tmp_path):
+    """A restarted process makes it anew, and it is brought to where it was."""
+
+    def make_loader() -> DataLoader[torch.Tensor]:
+        NOISE.bit_generator.state = np.random.default_rng(7).bit_generator.state
+        return DataLoader(AugmentedByAGlobal(), 4, shuffle=True)
+
+    assert_resumes(tmp_path, make_loader, stops=(3, 8))
+
+
+def train_and_change(run_dir: Any, loader: Any, change: Any) -> holdfast.Guard:
+    """Train for three epochs, and change something after each step."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    guard = holdfast.Guard(run_dir, model=model, optimizer=optimizer, loader=loader)
+    for batch in guard.batches(max_epochs=3):
+        guard.step(batch, lambda x: model(x).square().mean())
+        change(loader)
+    return guard
+
+
+def reverse(batches: list[torch.Tensor]) -> None:
+    batches.reverse()
+
+
+def reverse_indices(loader: DataLoader[torch.Tensor]) -> None:
+    loader.sampler.reverse()
+
+
+def weigh_the_first(loader: DataLoader[torch.Tensor]) -> None:
+    loader.sampler.weights[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("make_loader", "change"),
+    [
+        (lambda: list(SAMPLES.view(6, 4))[:5], reverse),
+        (lambda: DataLoader(SAMPLES, 4, sampler=list(range(20))), reverse_indices),
+        (lambda: DataLoader(SAMPLES, 4, sampler=WeightedRandomSampler(torch.ones(24), 24)), weigh_the_first),
+    ],
+)
+def test_an_order_that_the_script_changes_loses_its_promise(tmp_path, make_loader, change):
+    """What the list or the sampler was given is in no checkpoint, which is said when the next epoch begins."""
+    guard = train_and_change(tmp_path, make_loader(), change)
+
+    event = the_event(guard, "resume_may_differ")
+    assert 0 < event.global_step < guard.global_step
+    guard.close()
+    again = train_and_change(tmp_path, make_loader(), change)
+    assert events(again, "loop")[-1].data["resume_promise"].startswith("none")
+
+
+def test_an_order_that_nobody_changes_keeps_its_promise(tmp_path):
+    """A sampler inside of a sampler of batches is told the epoch: the order is another one in each, by design."""
+    sampler = BatchSampler(DistributedSampler(range(24), 1, 0), 4, drop_last=False)
+    orders = []
+    guard = train_and_change(
+        tmp_path, DataLoader(SAMPLES, batch_sampler=sampler), lambda _: orders.append(list(sampler))
+    )
+
+    assert not events(guard, "resume_may_differ")
+    assert orders[0] == orders[5] != orders[6] == orders[11]

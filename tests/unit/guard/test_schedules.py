@@ -331,6 +331,54 @@ def test_a_plateau_of_timm_gets_the_metric_of_its_mode_and_keeps_its_patience_ov
     assert rates == [1.0, 1.0, 1.0, 0.5]
 
 
+class Patient(Counting):
+    """A plateau whose step does nothing without a metric."""
+
+    mode = "min"
+
+    def step(self, val_loss: float | None = None) -> None:
+        if val_loss is not None:
+            super().step()
+
+
+def test_a_plateau_whose_metric_is_optional_gets_one(tmp_path):
+    """Called without an argument it would never cut the rate, and nothing would say so."""
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = Patient(optimizer)
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
+
+    guard.step(torch.ones(2, 2), lambda x: model(x).square().mean())
+    guard.validated(0.5)
+
+    assert scheduler.n == 1
+
+
+class Forgetful(Counting):
+    """It saves nothing of what it counts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(("kind", "warnings"), [(Forgetful, 1), (Counting, 0)])
+def test_a_scheduler_that_does_not_save_what_it_counts_is_named(tmp_path, kind, warnings):
+    """A resume would begin its rates anew."""
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    loader = [torch.ones(2, 2) * 0.001] * 3
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, scheduler=kind(optimizer), loader=loader)
+
+    for batch in guard.batches(max_epochs=2):
+        guard.step(batch, lambda x: model(x).square().mean())
+
+    reasons = [event.data["why"] for event in guard.events() if event.kind == "resume_may_differ"]
+    assert len(reasons) == warnings
+    assert all("'scheduler'" in why for why in reasons)
+
+
 # --- which optimizer ------------------------------------------------------------------------------------------
 
 
@@ -431,6 +479,12 @@ class ByEpoch(Blind):
     def step(self, epoch: int) -> None: ...  # type: ignore[override]
 
 
+class ByInterval(Blind):
+    """The name of its argument contains that of a metric, and it needs none."""
+
+    def step(self, interval: int) -> None: ...  # type: ignore[override]
+
+
 class HiddenEpoch(Blind):
     """The same, behind a decorator."""
 
@@ -481,6 +535,7 @@ REFUSED: dict[str, tuple[Callable[[Optimizer], Any], str]] = {
     "callable": (lambda optimizer: Callback(), "H105"),
     "dampening": (lambda optimizer: Dampening(), "H105"),
     "step(epoch)": (lambda optimizer: ByEpoch(), "H105"),
+    "step(interval)": (lambda optimizer: ByInterval(), "H105"),
     "step(epoch), hidden": (lambda optimizer: HiddenEpoch(), "H105"),
     "two arguments": (lambda optimizer: TwoArguments(), "H105"),
     "no state": (lambda optimizer: WithoutState(), "H105"),

@@ -85,7 +85,7 @@ class PositionNotKept(EventData):
 
 
 class ResumeMayDiffer(_Why):
-    """A resume may read other batches, or augment them otherwise, than a run without interruption."""
+    """A resume may read other batches, augment them differently, or train at another rate than an unbroken run."""
 
 
 class OwnStateNotKept(EventData):

@@ -18,6 +18,7 @@ from holdfast.guard.record import End
 from holdfast.guard.run.own_steps import OwnStepsRefused
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery
+from holdfast.guard.saving.unkept import UnkeptNumbers
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.loader import take_unkept_loaders
 from holdfast.memory.oom import naming_lack_of_memory
@@ -45,6 +46,7 @@ class Loop:
         self._reported_waiting = False
         self._epochs = 0  # whole ones, of this loop
         self._said_what_is_unkept = False
+        self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)  # None: that was said
         self._reported_loaders = False
 
     def batches(
@@ -66,9 +68,7 @@ class Loop:
             max_steps=max_steps,
         )  # fmt: skip
         self._record.emit(begun)
-        if cursor.unkept is not None and not self._said_what_is_unkept:
-            self._said_what_is_unkept = True
-            self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
+        self._report_unkept(cursor)
         self._epochs = 0
         take_unkept_loaders()  # what was looked at before the loop is none of it
         how: End = "failed"
@@ -79,6 +79,7 @@ class Loop:
                     yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
             if self._stop.reason is None:
                 self._report_waiting_schedulers(cursor.epoch)
+            self._report_unkept_numbers()
             self._honour_stop()
             self._session.save()
             if self._stop.by_signal:
@@ -123,6 +124,7 @@ class Loop:
         place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
         iterator = cursor.begin(self._session.random_state)
+        self._report_unkept(cursor)
         self._session.random_state = None
         before, is_whole, steps = self._progress(), cursor.batches == 0, self._record.global_step
         while True:
@@ -154,9 +156,30 @@ class Loop:
             ended = run_events.EpochEnded(epochs=cursor.epoch, steps=made, batches=batches, batch_size=size)
             self._record.emit(ended)
         self._session.schedules.after_epoch(cursor.epoch)
+        self._report_unkept_numbers()
         self._save_if_due()
         if self._record.global_step >= _STEPS_WITHOUT_METRIC:
             self._report_waiting_schedulers(cursor.epoch)
+
+    def _report_unkept(self, cursor: Cursor) -> None:
+        """Report once why a resumed run may read other batches."""
+        if self._said_what_is_unkept or cursor.unkept is None:
+            return
+        self._said_what_is_unkept = True
+        self._record.emit(run_events.ResumeMayDiffer(why=cursor.unkept))
+
+    def _report_unkept_numbers(self) -> None:
+        """Report once what a scheduler or an optimizer counts and does not save."""
+        found = None if self._unkept_numbers is None else self._unkept_numbers.find()
+        if found is None:
+            return
+        self._unkept_numbers = None
+        holder, attribute = found
+        why = (
+            f"none for {holder}, because its attribute {attribute} changes in training and its state_dict() does not "
+            "hold it: a resume begins it anew. Return it from state_dict() and take it back in load_state_dict(state)"
+        )
+        self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_unkept_loaders(self) -> None:
         """Report once that the loop advances a loader whose position is in no checkpoint.

@@ -45,7 +45,10 @@ def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
     digester = _Digester(dataset)
     for sampler in samplers:
         try:
-            digester.visit_attributes(sampler)
+            if isinstance(sampler, (list, tuple, range, torch.Tensor, np.ndarray)):
+                digester.visit(sampler)
+            else:
+                digester.visit_attributes(sampler)
         except Exception:  # noqa: BLE001 - reading an attribute may raise anything
             digester.is_complete = False
     return Fingerprint(digester.digest.digest(), digester.is_complete)
