@@ -123,10 +123,9 @@ class Accumulation:
         outcome = engine.skip(work, attempt)
         less = engine.without_bad_samples(work, outcome)
         if less is not None:
-            assert outcome.provenance is not None
-            recovery.dropped(outcome.provenance)
+            recovery.dropped(outcome, batch)
             return self.add(less, loss_fn, optimizer=optimizer, split=split)
-        self._spoiled = recovery.after_refused_step(outcome)
+        self._spoiled = recovery.after_refused_step(outcome, batch)
         if session.counters.rollbacks != returns:
             self._kept = {}  # they are gradients of other weights
         return outcome.result(self._spoiled)

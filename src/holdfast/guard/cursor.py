@@ -23,6 +23,7 @@ import torch
 from holdfast.core.containers import count
 from holdfast.core.errors import LoaderError, PolicyError
 from holdfast.core.events.event import EventData
+from holdfast.guard.handed_out import HandedOut
 from holdfast.guard.parts import Stateful
 from holdfast.guard.state.trees import copied, same
 from holdfast.loader.foreign import (
@@ -96,6 +97,8 @@ class Cursor:
         self._fetching = False  # a batch is out, or being fetched, that does not count as trained yet
         self.left_in_batch = False  # the loop was left with a batch that no step was made with
         self._begun_in_the_middle = False
+        # The batch that is out. The loop holds that batch too, until it has fetched the next one.
+        self._handed_out: HandedOut | None = None
         self._before_fetch: RandomState | None = None
         self._before_last: RandomState | None = None  # as that, of the last batch that counts
 
@@ -126,6 +129,7 @@ class Cursor:
     def begin(self, state: RandomState | None) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch; the state of a resumed run is put back in time."""
         self._begun_in_the_middle, self.left_in_batch = self.batches > 0, False
+        self._handed_out = None
         self._under_way, self._state_after, self._length = True, None, None
         set_epoch(self._loader, self.epoch)
         self._notice_another_order()
@@ -195,9 +199,11 @@ class Cursor:
             batch = next(iterator)
         except StopIteration:
             self._fetching = False
+            self._handed_out = None
             raise
         if isinstance(self._loader, DataLoader):
             self._state_after = self._loader.position()
+            self._handed_out = HandedOut(batch, self._loader)
         return batch
 
     def _state_of_loader(self) -> Any:
@@ -229,9 +235,16 @@ class Cursor:
                 self._length = -1
         return self._under_way and self.batches + self._fetching == self._length
 
-    def sample_indices(self) -> list[int] | None:
-        """Return the dataset indices of the samples in the batch that is out, or None if they are not known."""
-        return self._loader.batch_indices if isinstance(self._loader, DataLoader) else None
+    def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:
+        """Return the dataset indices of the samples that a step was made with, or None if they are not known.
+
+        They are known if it was made with the batch that is out, and not, for instance, with that of a second loader.
+
+        Args:
+            batch: What the step was made with.
+            size: The number of samples in it, None if unknown.
+        """
+        return None if self._handed_out is None else self._handed_out.indices_of(batch, size)
 
     def repeats(self) -> bool:
         """Return whether the batch that is out is trained on by another rank too, and counts there."""
@@ -259,6 +272,7 @@ class Cursor:
         if self._stateful:
             self._loader_state = self.state_dict()["loader"]
             self._reload = True
+        self._handed_out = None
         self.left_in_batch |= self._fetching
         self._fetching = self._under_way = False
 

@@ -74,8 +74,8 @@ class ExternalCursor(Cursor):
 
     given: list[int] | None = None
 
-    def sample_indices(self) -> list[int] | None:
-        """Return the dataset indices of the step's samples, or None if they are not known."""
+    def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:  # noqa: ARG002 - the host knows
+        """Return the dataset indices of the step's samples, or None if the framework has not told them."""
         return self.given
 
 

@@ -65,6 +65,12 @@ class Place(NamedTuple):
     turn: int = 0
     drawn: Drawn | None = None
 
+    def dataset_indices(self) -> list[int] | None:
+        """Return the dataset indices of the samples in the batch before this place; None if not known."""
+        indices = self.indices or ()
+        known = bool(indices) and all(isinstance(index, (int, np.integer)) for index in indices)
+        return [int(index) for index in indices] if known else None
+
     @classmethod
     def of(cls, state: dict[str, Any]) -> Place:
         """Return the place that a loader's state holds."""
@@ -93,6 +99,9 @@ class Epoch:
     One that was given up is gone by itself.
     """
 
+    handed_out: ClassVar[int] = 0
+    """Batches that all loaders of this process have handed out."""
+
     def __init__(self, batches: Generator[Any], loader: DataLoader) -> None:
         self._batches = batches
         self.loader = loader
@@ -111,6 +120,7 @@ class Epoch:
             self.under_way.discard(self)
             raise
         self.under_way.add(self)
+        Epoch.handed_out += 1
         if isinstance(batch, _Failed):
             raise batch.error
         return batch
@@ -119,6 +129,11 @@ class Epoch:
         """Give up the rest."""
         self.under_way.discard(self)
         self._batches.close()
+
+
+def batches_handed_out() -> int:
+    """Return how many batches all `DataLoader` of this process have handed out: more tells that one was read."""
+    return Epoch.handed_out
 
 
 def take_unkept_loaders() -> list[DataLoader]:
@@ -397,9 +412,12 @@ class DataLoader(TorchDataLoader[Any]):
     @property
     def batch_indices(self) -> list[int] | None:
         """Return the dataset indices of the samples in the batch that was handed out last; None if not known."""
-        found = self._at.indices or ()
-        known = bool(found) and all(isinstance(index, (int, np.integer)) for index in found)
-        return [int(index) for index in found] if known else None
+        return self._at.dataset_indices()
+
+    @property
+    def place(self) -> Place:
+        """Return where the epoch stands after the batch that was handed out last."""
+        return self._at
 
     # --- position -------------------------------------------------------------------------------------------
 

@@ -107,6 +107,12 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def leaves_of(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of a batch with its path, in order; a list of strings or numbers is one leaf."""
+    for path, leaf, _ in _leaves(batch, 0, "batch"):
+        yield path, leaf
+
+
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return autograd's counters of in-place changes; -1 for a tensor that does not count."""
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

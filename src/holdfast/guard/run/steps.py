@@ -70,22 +70,22 @@ class Recovery:
             self._record.emit(spike)
         return decision
 
-    def after_refused_step(self, outcome: Outcome) -> str:
+    def after_refused_step(self, outcome: Outcome, batch: Any) -> str:
         """Carry out what was decided about a step that left no trace; return why it was not committed."""
         self._session.counters.skipped_steps += 1
         if outcome.decision is None:
-            return self._after_nonfinite_step(outcome)
+            return self._after_nonfinite_step(outcome, batch)
         self._session.counters.spikes_in_a_row += 1
         return self._carry_out(outcome.decision, outcome.decision.reason, DivergenceError)
 
-    def _after_nonfinite_step(self, outcome: Outcome) -> str:
+    def _after_nonfinite_step(self, outcome: Outcome, batch: Any) -> str:
         counters = self._session.counters
         loss = outcome.attempt.facts.loss
         reason = describe_nonfinite(loss, outcome.culprits, outcome.culprit_count)
         if outcome.provenance is not None:
             if not math.isfinite(loss):
                 reason = describe_nonfinite(loss, [], 0)  # every gradient is bad then
-            reason = f"{reason}; {self.report_origin(outcome.provenance)}"
+            reason = f"{reason}; {self.report_origin(outcome.provenance, self._dataset_indices(outcome, batch))}"
         if outcome.loss_scale is not None:
             collapsed = outcome.loss_scale < 1.0
             kind = run_events.LossScaleCollapsed if collapsed else run_events.LossScaleLowered
@@ -177,13 +177,19 @@ class Recovery:
 
     # --- samples ----------------------------------------------------------------------------------------------
 
-    def report_origin(self, provenance: Provenance) -> str:
-        """Record where NaN or Inf came from, and return it as one message."""
+    def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
+        """Record where NaN or Inf came from, and return it as one message.
+
+        Args:
+            provenance: What a replay has shown.
+            indices: The dataset index of each sample in the batch, None if they are not known.
+        """
         where = f"{provenance.where}: " if provenance.where else ""
         if provenance.origin is None:
             self._record.emit(run_events.NonfiniteNotTraced(why=where + provenance.problem))
             return where + (provenance.problem if where else f"its origin is not known: {provenance.problem}")
-        samples, at = provenance.samples, self._dataset_indices(provenance.samples)
+        samples = provenance.samples
+        at = _at_places(indices, samples)
         self._record.emit(
             run_events.NonfiniteOrigin(origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=at)
         )
@@ -192,27 +198,39 @@ class Recovery:
         known = "" if at is None else f" (dataset index {_listed(at)})"
         return f"{where}{provenance.origin}; without sample {_listed(samples)} of the batch{known} it is finite"
 
-    def dropped(self, provenance: Provenance) -> None:
-        """Note that a step was made without some of its samples."""
-        reason = self.report_origin(provenance)
+    def dropped(self, outcome: Outcome, batch: Any) -> None:
+        """Note that a step with this batch was made without some of its samples."""
+        provenance = outcome.provenance
+        assert provenance is not None
+        indices = self._dataset_indices(outcome, batch)
+        reason = self.report_origin(provenance, indices)
         self._record.emit(run_events.SamplesDropped(reason=reason, **self._place()))
-        cursor, at = self._session.cursor, self._dataset_indices(provenance.samples)
+        cursor = self._session.cursor
+        at = _at_places(indices, provenance.samples)
         if cursor is not None and at is not None:
             try:
                 cursor.quarantine(at, reason)
             except LoaderError as error:  # the step is made: they go on being dropped, one by one
                 self._record.emit(run_events.QuarantineFull(error=error.what))
 
-    def micro_batches_dropped(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Note that micro-batches whose loss was NaN or Inf have no part in a step."""
-        at = self._dataset_indices([place for start, end in ranges for place in range(start, end)])
+    def micro_batches_dropped(self, outcome: Outcome, batch: Any) -> None:
+        """Note that micro-batches whose loss was NaN or Inf have no part in a step with this batch."""
+        ranges = outcome.attempt.dropped
+        indices = self._dataset_indices(outcome, batch)
+        if indices is not None:
+            # The attempt was made without these, so its ranges count only the samples that were left.
+            indices = [index for place, index in enumerate(indices) if place not in outcome.dropped]
+        at = _at_places(indices, [place for start, end in ranges for place in range(start, end)])
         self._record.emit(run_events.MicroBatchDropped(samples=tuple(ranges), dataset_indices=at, **self._place()))
 
-    def _dataset_indices(self, places: Sequence[int]) -> tuple[int, ...] | None:
-        """Return where in the dataset samples of the batch come from, if that is known."""
+    def _dataset_indices(self, outcome: Outcome, batch: Any) -> list[int] | None:
+        """Return the dataset index of each sample in the batch that a step was made with, None if not known."""
         cursor = self._session.cursor
-        indices = None if cursor is None else cursor.sample_indices()
-        return None if indices is None else tuple(indices[place] for place in places)
+        if cursor is None:
+            return None
+        # The outcome counts the samples of its last attempt, which may have been made without some of them.
+        size = None if outcome.size is None else outcome.size + len(outcome.dropped)
+        return cursor.sample_indices(batch, size)
 
     def _placed(self, decision: Decision, error: type[HoldfastError]) -> Decision:
         """Return a decision with the batch that it is about, and a stop with the rule of its error."""
@@ -290,6 +308,11 @@ class Recovery:
         )
 
 
+def _at_places(indices: Sequence[int] | None, places: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the dataset indices of samples at these places of a batch, if they are known."""
+    return None if indices is None else tuple(indices[place] for place in places)
+
+
 def _listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers[:5]))}{', ...' * (len(numbers) > 5)}"
 
@@ -325,7 +348,7 @@ class Steps:
                 judge = partial(self.recovery.judge, series)
                 outcome = self.engine.run(batch, loss_fn, names, split=split, judge=judge)
                 if outcome.committed:
-                    self._committed(outcome, names, series)
+                    self._committed(outcome, batch, names, series)
         except PartialOptimizerStep as error:
             half_way = error
         except BaseException as error:
@@ -338,7 +361,7 @@ class Steps:
             reason = None
             if not outcome.committed:
                 state.skipped()
-                reason = self.recovery.after_refused_step(outcome)
+                reason = self.recovery.after_refused_step(outcome, batch)
             diagnosis.step_ended(outcome, names, reason)
             facts, mark = outcome.attempt.facts, StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
             seconds = self._clock.monotonic_seconds() - started
@@ -359,16 +382,16 @@ class Steps:
             state.rewound()
         return partial.outcome.result(reason)
 
-    def _committed(self, outcome: Outcome, names: Sequence[str], series: str) -> None:
+    def _committed(self, outcome: Outcome, batch: Any, names: Sequence[str], series: str) -> None:
         """Do all that belongs to a committed step; before the end of it the state is no boundary's."""
         session, facts = self.session, outcome.attempt.facts
         self._record.global_step += 1
         if session.policy.spike_action != "off":
             session.spikes.accepted(series, facts.loss, facts.total)
         if outcome.attempt.dropped:
-            self.recovery.micro_batches_dropped(outcome.attempt.dropped)
+            self.recovery.micro_batches_dropped(outcome, batch)
         if outcome.dropped and outcome.provenance is not None:
-            self.recovery.dropped(outcome.provenance)
+            self.recovery.dropped(outcome, batch)
         session.counters.note_good_step(self._record.global_step)
         if facts.overflowed:
             self._record.emit(run_events.NormOverflowed(total=facts.total))
