@@ -332,7 +332,7 @@ class StepEngine:
             batch = "the batch"
             fix = (
                 "pass split= with the batch dimension of each part, for instance split={'frames': 1, 'mask': None, "
-                "'targets': 'items'}, so that the batch can be split; or free memory, or use a smaller batch or model; "
+                "'targets': 'items'}, so that the batch can be split; or free memory, use a smaller batch or model; "
             )
         else:
             batch = f"a batch of {work.size} samples"
