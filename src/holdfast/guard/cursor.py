@@ -30,12 +30,12 @@ from holdfast.loader.foreign import (
     EXACT,
     is_stateful,
     keeps_by_state_dict,
-    order_of,
     resume_promise,
     set_epoch,
     sources_of_state,
     torch_loader_of,
 )
+from holdfast.loader.given_order import order_of
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.torch_workers import has_workers, match_workers

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy.kinds import Precision
@@ -216,6 +216,8 @@ def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
             needed = f"a torch {what}"
             if kind is Stateful:
                 needed = "something with state_dict() and load_state_dict(state)"
+            if kind is Stateful and isinstance(value, DataLoader):
+                needed += ", as a holdfast.DataLoader has and torch's DataLoader has not,"
             raise _wrong(f"{what} {name!r} is {_described(value)}", f"{needed} is needed, or a dict of such")
         if id(value) in names:
             raise _wrong(f"{what} {name!r} is the same object as {names[id(value)]!r}", "it would be used twice")

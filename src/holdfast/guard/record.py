@@ -48,7 +48,7 @@ _OF_ALL = (
 )  # fmt: skip
 _OF_ONE = (
     Split, Recompute, run_events.OutOfMemory, run_events.CheckpointDamaged, run_events.RecomputeImpossible,
-    run_events.CannotSplit, run_events.OnednnSwitchedOff, run_events.SamplesDropped, run_events.MicroBatchDropped,
+    run_events.OnednnSwitchedOff, run_events.SamplesDropped, run_events.MicroBatchDropped,
     run_events.SavesSynchronous, run_events.LoaderHealed, run_events.SampleQuarantined,
     run_events.DescriptorLimitRaised, run_events.SignalLeftAlone,
     run_events.StreamReadOver, run_events.Preflight, run_events.QuarantineFull,

@@ -23,7 +23,6 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from holdfast.loader.order.sampler_state import fingerprint
 from holdfast.loader.torch_workers import keeps_workers
 
 EXACT = "bit-exact"
@@ -233,25 +232,6 @@ def set_epoch(loader: object, epoch: int) -> None:
     for sampler in {id(sampler): sampler for sampler in samplers}.values():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-
-
-def order_of(loader: object) -> bytes | None:
-    """Return a digest of what decides the order of an epoch and only the script can change, or None if there is none.
-
-    It covers the entries of a list of batches, and what torch's own samplers were given, such as weights. What
-    ``set_epoch`` changes is left out.
-    """
-    if isinstance(loader, (list, tuple)):
-        return repr([id(entry) for entry in loader]).encode()
-    source = torch_loader_of(loader)
-    if source is None:
-        return None
-    # A BatchSampler is looked at by what is inside of it.
-    samplers = [sampler for sampler in samplers_of(source) if type(sampler) is not BatchSampler]
-    if not samplers or any(hasattr(sampler, "set_epoch") or not has_no_state(sampler) for sampler in samplers):
-        return None
-    arguments = fingerprint(samplers, source.dataset)
-    return arguments.digest if arguments.is_complete else None
 
 
 def sources_of_state(loader: object) -> list[Any]:

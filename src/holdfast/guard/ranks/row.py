@@ -105,7 +105,7 @@ class Rows:
             limit="all ranks make the same steps with the same batches, since each of them waits for all gradients",
             fix="let the loaders of all ranks yield equally many batches, as holdfast.DataLoader does by itself, and "
             "call guard.step on all ranks, of several guards in one order, or on none; where one rank has to skip a "
-            "batch, let all skip it (all_reduce the decision), or let loss_fn return a loss of zero there.",
+            "batch, let all skip it (all_reduce the decision).",
             rule="H116",
         )
 

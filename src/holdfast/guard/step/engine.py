@@ -321,18 +321,32 @@ class StepEngine:
         decision = self.attempts.as_promised(decision, work)
         self.record.emit(replace(decision, rule="H401") if isinstance(decision, Stop) else decision)
         if isinstance(decision, Stop):
-            what = "the batch" if work.size is None else f"a batch of {size} samples"
-            raise OutOfMemoryError(
-                f"{what} does not fit, in {work.attempts} attempts ({found})",
-                limit=decision.reason,
-                fix="free memory, use a smaller batch or model, or return Loss(mean, items) if samples are "
-                "independent, TwoPass(outputs, loss) if the loss compares them, or allow what was refused by "
-                "Policy(allow_split_with=...); the weights are those of the last committed step.",
-                rule="H401",
-            )
+            raise self._does_not_fit(work, found, decision.reason)
         makes_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(work.names)
         if makes_kernels and self.parts.device_type() == "cpu" and switch_off_if_unsafe(self.parts.models.values()):
             self.record.emit(run_events.OnednnSwitchedOff())
+
+    def _does_not_fit(self, work: Work, error: str, reason: str) -> OutOfMemoryError:
+        """Return H401 for a step that no remedy is left for."""
+        if work.size is None:
+            batch = "the batch"
+            fix = (
+                "pass split= with the batch dimension of each part, for instance split={'frames': 1, 'mask': None, "
+                "'targets': 'items'}, so that the batch can be split; or free memory, use a smaller batch or model; "
+            )
+        else:
+            batch = f"a batch of {work.size} samples"
+            fix = (
+                "free memory, use a smaller batch or model, or return Loss(mean, items) if samples are "
+                "independent, TwoPass(outputs, loss) if the loss compares them, or allow what was refused by "
+                "Policy(allow_split_with=...); "
+            )
+        return OutOfMemoryError(
+            f"{batch} does not fit, in {work.attempts} attempts ({error})",
+            limit=reason,
+            fix=fix + "the weights are those of the last committed step.",
+            rule="H401",
+        )
 
     def _remedies(self, work: Work) -> Remedies:
         if not work.prepared:
