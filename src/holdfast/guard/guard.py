@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -137,7 +137,6 @@ class Guard:
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
         self._validated: dict[str, BestOf] = {}  # by metric
-        self._under_way: Generator[Any] | None = None  # the last loop of ours
         self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
         self._asked = StopRequest(self.policy.stop_signals)  # of this process
         self._swapped = ExitStack()  # puts the weights of the run back
@@ -215,8 +214,10 @@ class Guard:
         A checkpoint is written when one is due and at the end; then the run directory is released. If that last save
         fails, the loop ends normally, but the process ends with exit code 74 unless a later save succeeds.
 
-        Leaving the loop with ``break`` writes no checkpoint: use `request_stop`, or call `close` afterwards. Starting
-        a new loop ends one that is still open, as ``break`` does. A signal of ``Policy.stop_signals`` ends the loop
+        Leaving the loop with ``break``, or with ``next`` before its end, writes no checkpoint unless a stop was
+        requested: use `request_stop`, or call `close` afterwards. If nobody does, a line on stderr names the steps
+        that are in no checkpoint when the process ends. Starting a new loop ends one that is still open, as
+        ``break`` does. A signal of ``Policy.stop_signals`` ends the loop
         with a checkpoint; the script can check `stop_reason` after it.
 
         Args:
@@ -241,15 +242,13 @@ class Guard:
 
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
         self._session.check_not_in_step()
-        if self._under_way is not None:
-            self._under_way.close()  # else it would end this one, whenever its iterator is collected
+        self._boundaries.leave()  # else the last loop would end this one, whenever its iterator is collected
         self._position_is_clear = True
         with naming_lack_of_memory("iterating over batches"):
             self._stop.reset(raised=self._ending() is not None)
             self._ready()  # not before the first batch is asked for
             self._asked.install()
-            self._under_way = self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
-            yield from self._under_way
+            yield from self._boundaries.begin(cursor, max_epochs, max_steps, self._release)
             ending = self._ending()
         if ending is not None:
             raise ending

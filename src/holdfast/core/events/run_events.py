@@ -273,6 +273,13 @@ class NotSaved(EventData):
     error: str | None = None
 
 
+class StepsNotSaved(EventData):
+    """The loop was left, or the process ended, with steps that no checkpoint held then; both steps are included."""
+
+    from_step: int
+    to_step: int
+
+
 class ChangesNotSaved(_Why):
     """Something changes that no checkpoint holds."""
 

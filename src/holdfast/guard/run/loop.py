@@ -6,6 +6,7 @@ to a batch done, also what the caller does after ``step``. Checkpoints are taken
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from holdfast.guard.run.own_steps import OwnStepsRefused
 from holdfast.guard.run.session import Session
 from holdfast.guard.run.steps import Recovery
 from holdfast.guard.saving.unkept import UnkeptNumbers
+from holdfast.guard.saving.unsaved import watch
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.loader import take_unkept_loaders
 from holdfast.memory.oom import naming_lack_of_memory
@@ -48,6 +50,37 @@ class Loop:
         self._said_what_is_unkept = False
         self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)  # None: that was said
         self._reported_loaders = False
+        self._under_way: Generator[Any] | None = None  # the last loop of ours
+        watch(self)
+
+    def begin(
+        self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
+    ) -> Generator[Any]:
+        """Return the batches of a new loop, which `leave` ends."""
+        self._under_way = self.batches(cursor, max_epochs, max_steps, release)
+        return self._under_way
+
+    def leave(self) -> None:
+        """End the last loop if it is still suspended at a batch, as ``break`` does."""
+        if self._under_way is not None:
+            self._under_way.close()
+
+    def end_at_exit(self) -> None:
+        """End a run that is still open when the process ends, because its iterator or its guard is still there.
+
+        Later, when Python frees the iterator, nothing can be saved any more.
+        """
+        # ValueError: a thread that did not end is in the loop.
+        with contextlib.suppress(ValueError):
+            self.leave()
+        if not self._session.is_open:
+            return
+        self._session.saving.finish()
+        if not self._state.in_loop:
+            with self._record.errors():
+                self._save_as_asked()
+        self._session.saving.report_loss(left=self._state.in_loop)
+        self._session.saving.note_left_steps()
 
     def batches(
         self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
@@ -88,7 +121,8 @@ class Loop:
             self._honour_stop()  # a request that came while it was saved
             how = "finished" if self._stop.reason is None else "stopped"
         except GeneratorExit:
-            how = "left"
+            with self._record.errors():
+                how = "stopped" if self._save_as_asked() else "left"
             raise
         except BaseException as error:
             behind = self._ranks.leave(error)
@@ -112,6 +146,20 @@ class Loop:
                 cursor.leave()
                 self._state.in_loop = False
                 release(how)
+
+    def _save_as_asked(self) -> bool:
+        """Save in a loop that is left between two batches, if a stop was requested; return whether this was done.
+
+        The request stays for a loop that follows. Of several ranks none saves, because the others may not do so too.
+        """
+        if self._stop.reason is None or self._ranks.world_size > 1:
+            return False
+        if not self._session.saving.may_save_more:
+            return False  # such as the half of a step that failed
+        self.count_batch()
+        self._record.emit(run_events.StopRequested(reason=self._stop.reason, signal=self._stop.signal_name))
+        self._session.save()
+        return True
 
     def _honour_stop(self) -> None:
         """Record once that this loop ends because of a request, if there is one."""

@@ -47,6 +47,7 @@ from holdfast.guard.saving.components import (
 )
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.saving.snapshots import Kept, Snapshots
+from holdfast.guard.saving.unsaved import forget_left_steps
 from holdfast.guard.schedules import Schedules
 from holdfast.guard.splitting.loss_functions import called_inside
 from holdfast.guard.state.trees import copied_to_host
@@ -180,6 +181,9 @@ class Session:
                 with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
                     self._newest_id = self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
                 self.saving.report_loss(left=how == "left")
+                forget_left_steps(self._directory.path)
+                if how == "left":
+                    self.saving.note_left_steps()
             self.record.close(how)
             self.ranks.close(in_order=how != "failed" and sys.exception() is None)
         finally:
@@ -512,6 +516,7 @@ class Session:
 
     def report_steps_left_behind(self) -> None:
         """Report that the run resumes at an earlier step than a previous guard of this process had reached."""
+        forget_left_steps(self._directory.path)
         previous_step = last_step(self._directory.run_id)
         if previous_step > self.record.global_step:
             self.record.emit(run_events.StepsLeftBehind(from_step=previous_step, to_step=self.record.global_step))

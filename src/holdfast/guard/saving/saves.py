@@ -31,7 +31,7 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
 from holdfast.guard.record import RunRecord, described
-from holdfast.guard.saving.unsaved import note_saved, note_unsaved, watch
+from holdfast.guard.saving.unsaved import note_left_steps, note_saved, note_unsaved
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 
@@ -114,7 +114,6 @@ class Saving:
         self.saved = 0
         self.failed = 0
         self._newest_failure: str | None = None  # why the newest save came to nothing; None: it did not
-        watch(self)
 
     # --- facts ----------------------------------------------------------------------------------------------
 
@@ -156,7 +155,8 @@ class Saving:
         """Report at the end of a run that saves have failed, if its newest state is in no checkpoint.
 
         The process then ends with an exit code of its own, see `unsaved`, unless a later save works. Steps since the
-        newest checkpoint of a loop that was left early count only if a save has failed since.
+        newest checkpoint of a loop that was left early count only if a save has failed since; otherwise they are
+        named when the process ends, see `note_left_steps`.
         """
         error = self._newest_failure
         newest = None if self.saved_as is None else self.saved_as.global_step
@@ -166,10 +166,19 @@ class Saving:
         self._record.emit(run_events.NotSaved(newest_checkpoint=newest, failed_saves=self.failed, error=error))
         note_unsaved(self._directory.path, error or "saves have failed")
 
-    def report_loss_at_exit(self) -> None:
-        """Report at the end of the process that saves have failed, in a run that was not closed."""
-        if self._record.is_open:
-            self.report_loss(left=self._run_state.in_loop)
+    def note_left_steps(self) -> None:
+        """Record the steps since the newest checkpoint, and have them named when the process ends.
+
+        Does nothing after a save that has failed, which `report_loss` reports.
+        """
+        if self.saved_as is None or self._newest_failure is not None or not self.has_unsaved:
+            return
+        if self._writers.rank:
+            return  # one rank speaks for all
+        from_step, to_step = self.saved_as.global_step + 1, self._record.global_step
+        if from_step <= to_step:
+            self._record.emit(run_events.StepsNotSaved(from_step=from_step, to_step=to_step))
+            note_left_steps(self._directory.path, from_step, to_step)
 
     # --- save -----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,9 @@
 When the last save has failed, nothing is raised, because the code after the loop may still write the weights to
 another disk. But if the process would end with exit code 0, it ends with `EXIT_CODE` and prints the reason on stderr.
 
+A loop that was left early, as by `break`, saves nothing, as documented. If nobody has saved its last steps when the
+process ends, a line on stderr names them, and the exit code stays.
+
 Does not: save anything or record events (see ``saves``).
 """
 
@@ -12,6 +15,7 @@ import atexit
 import ctypes
 import os
 import sys
+import traceback
 import weakref
 from contextlib import suppress
 from functools import wraps
@@ -24,6 +28,9 @@ EXIT_CODE = 74
 # The reason why the newest state of a run is in no checkpoint, by run directory.
 _unsaved: dict[Path, str] = {}
 
+# The first and the last of the steps that no checkpoint holds since a loop was left early, by run directory.
+_left_steps: dict[Path, tuple[int, int]] = {}
+
 # Whether the script called `sys.exit` with a status that is not 0.
 _script_failed = False
 
@@ -31,15 +38,15 @@ _script_failed = False
 class Run(Protocol):
     """A run that may still be open when the process ends, because its loop was left and nobody closed it."""
 
-    def report_loss_at_exit(self) -> None:
-        """Call `note_unsaved` if saves have failed and the newest state of the run was not saved."""
+    def end_at_exit(self) -> None:
+        """Carry out a stop that was requested; note the steps of the run that are in no checkpoint."""
 
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def watch(run: Run) -> None:
-    """Call `report_loss_at_exit` of a run when the process ends, if the run still exists."""
+    """Call `end_at_exit` of a run when the process ends, if the run still exists."""
     if not _is_in_a_test():
         _runs.add(run)
 
@@ -58,9 +65,21 @@ def note_unsaved(run_dir: Path, why: str) -> None:
     _unsaved[run_dir] = why
 
 
+def note_left_steps(run_dir: Path, from_step: int, to_step: int) -> None:
+    """Note that a loop was left early with these steps in no checkpoint, although no save has failed."""
+    if not _is_in_a_test():
+        _left_steps[run_dir] = from_step, to_step
+
+
+def forget_left_steps(run_dir: Path) -> None:
+    """Forget the steps of a loop that was left: they are saved, or a new guard has reported them."""
+    _left_steps.pop(run_dir, None)
+
+
 def note_saved(run_dir: Path) -> None:
     """Note that a checkpoint of a run was written, which makes up for failed saves before it."""
     _unsaved.pop(run_dir, None)
+    forget_left_steps(run_dir)
 
 
 def _is_in_a_test() -> bool:
@@ -89,10 +108,37 @@ def _ends_with_an_exception() -> bool:
     return getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None
 
 
+def _report_left_steps() -> None:
+    """Name the steps that no checkpoint holds on stderr, unless an uncaught exception has said enough."""
+    if _ends_with_an_exception():
+        return
+    for run_dir, (from_step, to_step) in _left_steps.items():
+        if run_dir in _unsaved:
+            continue
+        steps, verb = f"steps {from_step} to {to_step}", "are"
+        if from_step == to_step:
+            steps, verb = f"step {to_step}", "is"
+        text = (
+            f"holdfast: {steps} of {run_dir} {verb} in no checkpoint; call guard.close() after the loop, "
+            "or leave it with guard.request_stop()\n"
+        )
+        with suppress(OSError):
+            os.write(2, text.encode(errors="backslashreplace"))
+
+
+def _end_runs() -> None:
+    """Report what is lost when the process ends, and end it with `EXIT_CODE` if saves have failed."""
+    for run in list(_runs):
+        try:
+            run.end_at_exit()
+        except Exception:  # noqa: BLE001 - nothing catches it here, and the other runs are still to be ended
+            traceback.print_exc()
+    _report_left_steps()
+    _set_exit_code()
+
+
 def _set_exit_code() -> None:
     """End this process with `EXIT_CODE` if a run is not saved and the exit code would be 0."""
-    for run in list(_runs):
-        run.report_loss_at_exit()
     if not _unsaved or _script_failed or _ends_with_an_exception():
         return
     for run_dir, why in _unsaved.items():
@@ -108,6 +154,7 @@ def _set_exit_code() -> None:
 
 # Registered on import, because atexit functions run in reverse order: one that the script registers later, such as
 # `guard.close`, runs earlier and may still save.
-atexit.register(_set_exit_code)
+atexit.register(_end_runs)
 os.register_at_fork(after_in_child=_unsaved.clear)
+os.register_at_fork(after_in_child=_left_steps.clear)
 os.register_at_fork(after_in_child=_runs.clear)
