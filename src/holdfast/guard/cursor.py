@@ -79,6 +79,8 @@ class Cursor:
         # Whether persistent workers existed when this epoch began. None: not known, so the workers stay as they are.
         self._had_workers: bool | None = None
         self._changed_settings = ""
+        # What another number of ranks leaves of the promise, until the end of the epoch that was under way.
+        self._changed_ranks = ""
         # What the script has given the loader to take its order from, and whether it has changed that since.
         self._order: bytes | None = None
         self._order_was_changed = False
@@ -107,6 +109,8 @@ class Cursor:
         """Return what a resume can promise for this loader."""
         if isinstance(self._loader, DataLoader):
             return _EXACT
+        if self._changed_ranks:
+            return self._changed_ranks
         if self._changed_settings:
             return self._changed_settings
         return _CHANGED_ORDER if self._order_was_changed else resume_promise(self._loader)
@@ -117,7 +121,7 @@ class Cursor:
         promise = self.promise
         if isinstance(self._loader, DataLoader) or promise == EXACT:
             return None
-        if keeps_by_state_dict(self._loader) and not self._changed_settings:
+        if keeps_by_state_dict(self._loader) and not (self._changed_ranks or self._changed_settings):
             return None
         return promise
 
@@ -296,6 +300,7 @@ class Cursor:
         facts = self.batches, self.batch_size
         self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
         self._had_workers = None
+        self._changed_ranks = ""
         self._under_way = False
         return facts
 
@@ -359,7 +364,27 @@ class Cursor:
         self._set_generators(state["generators_now"])
         self._had_workers = state.get("had_workers")
         self._order_was_changed = bool(state.get("order_was_changed"))
+        self._changed_ranks = ""
         self._compare_settings(state.get("settings", {}))
+
+    def compare_ranks(self, before: int, now: int) -> None:
+        """Lower the promise if another number of ranks wrote the position that was loaded, inside an epoch.
+
+        Args:
+            before: The number of ranks that wrote it.
+            now: The number of ranks that continue from it.
+        """
+        if before == now or self.batches == 0:
+            return
+        exception = "the number of ranks times the batch size is the same as before"
+        if self._stateful:
+            exception = "the loader's own load_state_dict converts the position"
+        self._changed_ranks = (
+            f"none, because the checkpoint was made in the middle of an epoch on {_ranks(before)}, and the run "
+            f"resumes on {_ranks(now)}: the position counts the batches of each rank, so this epoch's samples are "
+            f"not those of an unbroken run (some are read twice or never), unless {exception}. Resume on "
+            f"{_ranks(before)}; holdfast.DataLoader reads each sample once on any number of ranks"
+        )
 
     def _compare_settings(self, before: dict[str, Any]) -> None:
         """Lower the promise if torch's loader had other settings when the position was saved."""
@@ -383,6 +408,11 @@ class Cursor:
     def _set_generators(self, states: Sequence[Any]) -> None:
         for source, state in zip(self._sources(), states, strict=False):
             _restore(source, state)
+
+
+def _ranks(number: int) -> str:
+    """Return a number of ranks in words, such as "2 ranks"."""
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _state_of(source: Any) -> Any:

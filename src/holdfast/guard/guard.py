@@ -188,7 +188,10 @@ class Guard:
 
     @property
     def stop_reason(self) -> str | None:
-        """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None; see ``Policy.stop_signals``."""
+        """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None; see ``Policy.stop_signals``.
+
+        It is the same on all ranks, whichever of them was asked.
+        """
         return self._stop.reason
 
     def statistics(self) -> Statistics:
@@ -357,7 +360,12 @@ class Guard:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
         self._swapped.close()
         self._stop.honoured = True
-        self._record.emit(run_events.StopRequested(reason=str(self._stop.reason), signal=self._stop.signal_name))
+        request = run_events.StopRequested(
+            reason=str(self._stop.reason),
+            signal=self._stop.signal_name,
+            asked_rank=self._stop.rank,
+        )
+        self._record.emit(request)
         self._boundaries.count_batch()
         self._session.save_the_rest(self._open)
         self._session.save()  # a first checkpoint in any case

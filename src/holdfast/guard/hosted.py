@@ -191,7 +191,12 @@ class HostedGuard(Guard):
     def note_stop(self) -> None:
         """Record that the framework ends training since it was asked to."""
         reason = self._stop.reason or "SIGTERM"
-        self._record.emit(run_events.StopRequested(reason=reason, signal=self._stop.signal_name))
+        request = run_events.StopRequested(
+            reason=reason,
+            signal=self._stop.signal_name,
+            asked_rank=self._stop.rank,
+        )
+        self._record.emit(request)
 
     def ending(self) -> BaseException | None:
         """Return what is to be raised once the framework has saved after a stop by a signal; None: nothing.

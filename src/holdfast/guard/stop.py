@@ -53,6 +53,8 @@ class StopRequest:
         self.reason: str | None = None
         self.signal: signal.Signals | None = None
         """The signal that asked the run to stop, or None if a call did."""
+        self.rank: int | None = None
+        """The rank that was asked to stop, if the run has several."""
         self.honoured = False
         """Whether a loop has ended because of the request."""
         self.left_alone: list[str] = []
@@ -131,6 +133,7 @@ class StopRequest:
         if self.honoured and (raised or not self.by_signal):
             self.reason = None
             self.signal = None
+            self.rank = None
         self.honoured = False
 
     def __enter__(self) -> None:

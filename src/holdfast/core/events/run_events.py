@@ -122,10 +122,14 @@ class BeginsAnew(EventData):
 
 
 class StopRequested(EventData):
-    """The run was asked to stop, by a signal (`signal` is its name) or by a call."""
+    """The run was asked to stop, by a signal (`signal` is its name) or by a call.
+
+    With several ranks, `asked_rank` is the one that was asked; all ranks stop for the same reason.
+    """
 
     reason: str
     signal: str | None = None
+    asked_rank: int | None = None
 
 
 class SignalLeftAlone(EventData):

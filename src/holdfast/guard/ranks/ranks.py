@@ -103,7 +103,8 @@ class Ranks(OneRank):
     def agreed(self, stop: StopRequest, saving: Saving, cursor: Cursor | None) -> tuple[StopRequest, Saves]:
         """Return what all ranks follow: what was said in the last step."""
         self._cursor = cursor
-        self._stop, self._saves = _Stop(stop), _Saves(saving, self._messages, cursor)
+        self._stop = _Stop(stop, self._messages)
+        self._saves = _Saves(saving, self._messages, cursor)
         return self._stop, self._saves
 
     # --- a step ---------------------------------------------------------------------------------------------
@@ -576,9 +577,10 @@ def _listed(ranks: Sequence[int]) -> str:
 class _Stop(StopRequest):
     """The request that all ranks follow: any rank is asked, and all hear of it in the next step."""
 
-    def __init__(self, own: StopRequest) -> None:
+    def __init__(self, own: StopRequest, messages: Messages) -> None:
         super().__init__()
         self._own = own
+        self._messages = messages
 
     def said(self) -> float:
         """Return what this rank says of its own request, see `Said.stop`."""
@@ -587,15 +589,19 @@ class _Stop(StopRequest):
         return 0.0 if self._own.reason is None else 1.0
 
     def hear(self, rows: Rows) -> None:
-        """Take in what all have said; of several signals, all ranks follow the one with the highest number."""
+        """Take in what all have said; of several signals, all ranks follow the one with the highest number.
+
+        The reason is the same on all ranks, since a script may decide by it what all of them do next.
+        """
         rank, stop = rows.stop
-        if not stop:
-            return
-        by = ""
         if stop > 1.0:
             self.signal = signal.Signals(int(stop) - 1)
-            by = f" by {self.signal.name}"
-        self.reason = self._own.reason or f"rank {rank} was asked to stop{by}"
+            self.reason = self.signal.name
+            self.rank = rank
+        elif stop and self.reason is None:
+            # The row has no room for the text of a call, which only the rank that was asked knows.
+            self.reason = self._messages.exchange("the reason to stop", self._own.reason)[rank]
+            self.rank = rank
 
     def reset(self, *, raised: bool = False) -> None:
         """Forget a request that has ended a loop, here and where it was made."""

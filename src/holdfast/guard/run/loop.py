@@ -165,7 +165,12 @@ class Loop:
         """Record once that this loop ends because of a request, if there is one."""
         if self._stop.reason is not None and not self._stop.honoured:
             self._stop.honoured = True
-            self._record.emit(run_events.StopRequested(reason=self._stop.reason, signal=self._stop.signal_name))
+            request = run_events.StopRequested(
+                reason=self._stop.reason,
+                signal=self._stop.signal_name,
+                asked_rank=self._stop.rank,
+            )
+            self._record.emit(request)
 
     def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
         """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""

@@ -584,6 +584,7 @@ class Session:
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
         if self.cursor is not None and training["position"] is not None:
             self.cursor.load_state_dict(training["position"])
+            self.cursor.compare_ranks(ranks_in(training), self.ranks.world_size)
         self.random_state = RandomState.from_tree(training["random_state"])
 
     def _newest_good(self, before_step: int | None = None) -> Entry | None:
@@ -634,6 +635,12 @@ class Session:
 
     def _of_this_rank(self, training: Mapping[str, Any]) -> dict[str, Any]:
         return {**training, **self.ranks.own_state(training)}
+
+
+def ranks_in(training: Mapping[str, Any]) -> int:
+    """Return the number of ranks that wrote a checkpoint; one process alone adds no state of ranks to it."""
+    of_ranks = training.get("ranks")
+    return 1 if of_ranks is None else len(of_ranks["each"])
 
 
 def check_own(training: Mapping[str, Any]) -> None:
