@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.unit.guard.guarded import assert_same, events, guarded, tensors_of, the_event
@@ -170,6 +171,27 @@ def test_a_threshold_that_chooses_all_samples_at_first_lowers_the_promise_at_onc
     assert the_event(guard, "split_stopped").data["equal_until_step"] is not None
 
 
+def hardest_half_by_numpy(losses: torch.Tensor) -> torch.Tensor:
+    order = np.argsort(losses.detach().numpy())
+    return losses[torch.from_numpy(order[-8:].copy())].mean()
+
+
+def hardest_half_by_sorting_a_list(losses: torch.Tensor) -> torch.Tensor:
+    values = losses.tolist()
+    return losses[sorted(range(len(values)), key=values.__getitem__)[-8:]].mean()
+
+
+@pytest.mark.parametrize("miner", [hardest_half_by_numpy, hardest_half_by_sorting_a_list])
+def test_samples_that_are_chosen_outside_of_torch_lower_the_promise_at_once(tmp_path, miner):
+    """A miner that keeps as many samples as a micro-batch has passes each trial, and is promised less anyway."""
+    model = a_model()
+    guard = guarded(tmp_path, model, micro_batch_size=8)
+
+    guard.step(batches(1)[0], lambda batch: miner(losses_of(model, batch)))
+
+    assert the_event(guard, "promises").data["split_promise"] == "changes training"
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 def test_what_is_found_later_is_refused_unless_it_is_allowed_by_name(tmp_path, allowed):
     """With "auto" the batch is run whole from then on; allowed by name it is split, and the promise is lowered."""
@@ -222,6 +244,13 @@ def with_an_accuracy_for_a_log(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(outputs, y)
 
 
+def with_an_accuracy_by_numpy(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    outputs = model(x)
+    _ = (outputs.detach().numpy().argmax(1) == y.numpy()).mean()
+    return -outputs.log_softmax(1)[torch.arange(len(y)), y].mean()
+
+
 def with_a_bend(model: nn.Module, batch: Any) -> torch.Tensor:
     x, _ = batch
     errors = model(x) - x[:, :3]
@@ -252,6 +281,7 @@ def with_items_that_are_declared(model: nn.Module, batch: Any) -> Any:
 UNSELECTIVE = [
     with_ignored_labels,
     with_an_accuracy_for_a_log,
+    with_an_accuracy_by_numpy,
     with_a_bend,
     with_the_worst_output_of_each_sample,
     with_weights_that_are_not_counted,

@@ -13,8 +13,9 @@ Some selections treat a sample in a part as in the whole batch and do not count:
 (padding, ``ignore_index``), selections within a sample (the classes of a beam, the pixels of an image), and those
 inside the model (the experts of a token) unless they depend on a loss.
 
-Values that leave torch on the way (``.item()``, numpy) and TorchScript are not traced. The checks that are repeated
-while batches are split cover these.
+Values that leave torch as an array or a list cannot be followed. Where entries of a vector of losses are picked by
+position afterwards, the positions may come from there, so that counts as a selection. Single numbers (``.item()``)
+and TorchScript are not traced at all. The checks that are repeated while batches are split cover these.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -63,15 +65,20 @@ _KEEP_MASKS = frozenset(
 _COUNTS = frozenset({"sum", "count_nonzero", "nansum", "mean"})
 # Functions that select by a mask.
 _BY_MASK = frozenset({"masked_select", "nonzero", "argwhere"})
+# Functions by which several values leave torch, and those that pick entries by position.
+_TO_HOST = frozenset({"numpy", "tolist", "__array__"})
+_BY_POSITION = frozenset({"__getitem__", "index_select", "take", "gather"})
 _LOSSES = frozenset({"cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"})
 MASK = "mask"
+HOST = "positions chosen outside of torch"
 
 
 class Selection(NamedTuple):
     """One selection that the loss function made.
 
     Attributes:
-        function: The name of the torch function, such as ``"topk"``, or `MASK` for any use of a mask.
+        function: The name of the torch function, such as ``"topk"``, `MASK` for any use of a mask, or `HOST` for
+            positions that may have been chosen outside of torch.
         size: The size of the dimension from which it selected.
     """
 
@@ -111,6 +118,8 @@ class SelectionFinder(TorchFunctionMode):
         self._modules = {id(module) for model in models for module in model.modules()}
         self._marks = WeakTensorKeyDictionary()
         self._selections: list[Selection] = []
+        # Whether several values that depend on parameters or losses were read as an array or a list.
+        self._values_left_torch = False
 
     def reaching(self, losses: Sequence[torch.Tensor]) -> list[Selection]:
         """Return the selections on which these losses depend, in the order in which they were made."""
@@ -126,6 +135,8 @@ class SelectionFinder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         argument_marks = [marks for tensor in tensors if (marks := self._marks_of(tensor)) != _NO_MARKS]
+        if name in _TO_HOST and args[0].ndim and self._selects_for_loss(self._marks_of(args[0])):
+            self._values_left_torch = True
         if argument_marks:
             marks = self._marks_of_result(name, args, kwargs, argument_marks)
             # `__setitem__` writes into its first argument and returns None.
@@ -180,7 +191,21 @@ class SelectionFinder(TorchFunctionMode):
         if name in _BY_RANK:
             return self._selection_by_rank(name, args, kwargs)
         mask = self._selecting_mask(name, args, kwargs)
-        return None if mask is None or not mask.ndim else Selection(MASK, mask.shape[0])
+        if mask is not None:
+            return Selection(MASK, mask.shape[0]) if mask.ndim else None
+        return self._selection_on_host(name, args, kwargs)
+
+    def _selection_on_host(self, name: str, args: Any, kwargs: Any) -> Selection | None:
+        """Return a selection from a vector by positions that may have been chosen outside of torch, or None."""
+        values = args[0] if args else kwargs.get("input")
+        if not self._values_left_torch or name not in _BY_POSITION or not isinstance(values, torch.Tensor):
+            return None
+        if values.ndim != 1 or not self._selects_for_loss(self._marks_of(values)):
+            return None
+        # A slice or a number picks the same entries whatever their values are.
+        if name == "__getitem__" and not isinstance(args[1], (list, np.ndarray, torch.Tensor)):
+            return None
+        return Selection(HOST, values.shape[0])
 
     def _selection_by_rank(self, name: str, args: Any, kwargs: Any) -> Selection | None:
         values = args[0] if args else kwargs.get("input")
