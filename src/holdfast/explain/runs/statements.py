@@ -166,7 +166,7 @@ def same(one: Statement, other: Statement) -> bool:
 # What a Guard writes after the error that ends it, and while it closes. Any other event says that it went on.
 _OF_AN_END = frozenset({
     "checkpoint_saved", "closed", "finding", "left_by_exception", "not_saved", "note", "save_failed",
-    "save_postponed", "save_refused", "stop", "stop_requested",
+    "save_postponed", "save_refused", "steps_not_saved", "stop", "stop_requested",
 })  # fmt: skip
 _BEGINS = ("loop", "resumed")
 
