@@ -86,12 +86,14 @@ def test_an_uncaught_exception_has_said_enough(tmp_path: Path) -> None:
     assert steps_named(ended) == []
 
 
-@pytest.mark.parametrize("then", ["nothing", "close", "delete"])
-@pytest.mark.parametrize("leave", ["break", "next", "no loop"])
+# A guard without a loop that is deleted while its run is open saves nothing, so that pair is not among them.
+@pytest.mark.parametrize(
+    ("leave", "then"),
+    [(leave, then) for leave in ("break", "next") for then in ("nothing", "close", "delete")]
+    + [("no loop", "nothing"), ("no loop", "close")],
+)
 def test_a_stop_that_was_announced_ends_in_a_checkpoint(leave: str, then: str, tmp_path: Path) -> None:
     """Also if SIGTERM comes in the last step, so that the loop has no boundary after it."""
-    if (leave, then) == ("no loop", "delete"):
-        pytest.skip("a guard that is deleted while its run is open saves nothing")
     ended = run(tmp_path, leave, then, signal_at=9)
 
     assert ended.returncode == 0, ended.stderr

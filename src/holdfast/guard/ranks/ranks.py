@@ -468,19 +468,20 @@ class Ranks(OneRank):
             return None
         own_trees = trees()
         digests = self._digests.of(own_trees, constant())
-        each = self._messages.exchange(
+        states = self._messages.exchange(
             "a checkpoint or close", {**own(), "behind": self._is_behind, "digests": digests}
         )
-        self._catch_up([state.pop("behind") for state in each])
-        names = differing_names([state.pop("digests") for state in each])
+        self._catch_up([state.pop("behind") for state in states])
+        names = differing_names([state.pop("digests") for state in states])
         names["buffers"] += [
             name for name in unsaved() if name in digests["buffers"] and name not in names["buffers"]
         ]
         if any(names.values()):
-            kept = self._messages.to_first("what differs between ranks", select(own_trees, names))
-            for state, of_rank in zip(each, kept or [], strict=False):
-                state.update(of_rank)
-        return {"reference": self._reference, "each": each, "order": self._model.order}
+            # Only the first rank receives them, since it writes the checkpoint.
+            differing_trees = self._messages.to_first("what differs between ranks", select(own_trees, names))
+            for state, trees_of_rank in zip(states, differing_trees or [], strict=False):
+                state.update(trees_of_rank)
+        return {"reference": self._reference, "each": states, "order": self._model.order}
 
     def keeps_apart(self, name: str) -> bool:
         """Return whether a buffer, or a frozen weight, of this name may have a value of its own on each rank."""

@@ -223,11 +223,11 @@ class Loop:
 
     def _report_unkept_numbers(self) -> None:
         """Report once what a scheduler or an optimizer counts and does not save."""
-        found = None if self._unkept_numbers is None else self._unkept_numbers.find()
-        if found is None:
+        unkept = None if self._unkept_numbers is None else self._unkept_numbers.find()
+        if unkept is None:
             return
         self._unkept_numbers = None
-        holder, attribute = found
+        holder, attribute = unkept
         why = (
             f"none for {holder}, because its attribute {attribute} changes in training and its state_dict() does not "
             "hold it: a resume begins it anew. Return it from state_dict() and take it back in load_state_dict(state)"

@@ -117,7 +117,7 @@ def _asking_for_state(part: str, value: Any) -> Iterator[None]:
         yield
     except Exception as error:
         let_through(error)
-        if isinstance(error, HoldfastError) or find_out_of_memory(error) is not None:
+        if not _is_of_the_part(error):
             raise
         raise PolicyError(
             f"{part}, a {type(value).__name__}, raises {_text_of(error)} when it is asked for its state_dict()",
@@ -126,6 +126,11 @@ def _asking_for_state(part: str, value: Any) -> Iterator[None]:
             "save_interval_steps=None trains without checkpoints.",
             rule="H105",
         ) from error
+
+
+def _is_of_the_part(error: Exception) -> bool:
+    """Return whether a part of the caller's raised this itself: not holdfast, and not for lack of memory."""
+    return not isinstance(error, HoldfastError) and find_out_of_memory(error) is None
 
 
 def _text_of(error: Exception) -> str:
@@ -296,7 +301,7 @@ def _loading(part: str, value: Any) -> Iterator[None]:
         yield
     except Exception as error:
         let_through(error)
-        if isinstance(error, HoldfastError) or find_out_of_memory(error) is not None:
+        if not _is_of_the_part(error):
             raise
         raise CheckpointError(
             f"{part}, a {type(value).__name__}, cannot load the state that it saved ({_text_of(error)})",
